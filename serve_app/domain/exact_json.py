@@ -21,11 +21,20 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
     data = bytes(text)
     if not _has_long_number(data):
         return orjson.loads(data)
-    orjson.loads(data)  # Python's json reads any number of levels from 3.12 on
+    try:
+        orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        if is_too_deep(error):
+            raise
     try:
         return json.loads(data, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise orjson.JSONDecodeError(str(error), "", 0) from None
+
+
+def is_too_deep(error: orjson.JSONDecodeError) -> bool:
+    """Return whether a text has too many levels for orjson; Python's json has no limit from 3.12 on."""
+    return "depth" in error.msg
 
 
 def _has_long_number(data: bytes) -> bool:

@@ -52,3 +52,9 @@ def test_integers_beyond_64_bits_are_exact(number: str) -> None:
 def test_what_is_no_json_raises_the_error_of_orjson(text: bytes) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         exact_json.loads(text)
+
+
+@pytest.mark.parametrize("number", [b"1", b"18446744073709551616"])
+def test_levels_are_limited_beside_long_integers(number: bytes) -> None:
+    with pytest.raises(orjson.JSONDecodeError, match="depth"):
+        exact_json.loads(b"[" * 5000 + number + b"]" * 5000)

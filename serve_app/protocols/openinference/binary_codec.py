@@ -271,7 +271,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         document = exact_json.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            if "depth" in error.msg:  # Python's json has no limit from 3.12 on
+            if exact_json.is_too_deep(error):
                 raise ValueError from error
             document = json.loads(body)
         except (ValueError, RecursionError):
