@@ -152,7 +152,7 @@ def test_parquet_from_s3_to_s3(tmp_path: Path, s3: tuple[str, Any]) -> None:
     assert table[1]["error_message"] == "row 1 has no value 'text'"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_does_not_load_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
     archive = make_archive(tmp_path, "broken", "raise ValueError('no weights')")
     (tmp_path / "rows.jsonl").write_text("1\n")

@@ -148,6 +148,7 @@ def test_every_protocol_is_captured_once(capturing: Server, tmp_path: Path) -> N
     assert len({record["request_id"] for record in records}) == 8
 
 
+@pytest.mark.nightly
 def test_captured_requests_reach_an_object_store(observed: Observed, tmp_path: Path) -> None:
     server = observed.server
     denied = make_archive(tmp_path, "denied", ECHO, config={"capture": {"destination": "s3://other/x"}})

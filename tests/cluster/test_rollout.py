@@ -54,7 +54,7 @@ def test_a_version_that_cannot_start_takes_no_call(rolls: Server) -> None:
     assert (described["minWorkers"], described["maxWorkers"]) == (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_management_dies_and_the_rollout_goes_on(rolls: Server) -> None:
     [management] = rolls.actors("Management")
     plan = {"to": "2.0", "steps": [20, 100], "bake_s": 4, "min_calls": 20, "guardrails": {"p99": None}}

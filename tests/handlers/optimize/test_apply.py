@@ -142,7 +142,7 @@ def test_channels_last_changes_the_memory_format(load_handler: Any) -> None:
     assert answers == approximately(load_handler({}, IMAGES, images)[1], 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_model_is_warmed_up_for_every_batch_size(load_handler: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(ROWS[:2]))
     config = {"optimize": {"compile": {"dynamic": False}}, "accuracy": {"samples": "rows.json"}}
