@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from handlers import engines
 from handlers.engines.engine import Engine, GenerationChunk, GenerationRequest, SamplingParams
 from handlers.errors import HandlerLoadError, PredictionException
+from tests.support import engine_runs
 
 pytestmark = pytest.mark.slow
 
 
 # 384 tokens: fewer than eight requests need.
-SIZES = {"num_blocks": 24, "page_size": 16, "max_batch_tokens": 64}
+run_with_engine = partial(engine_runs.run_with_engine, num_blocks=24, max_batch_tokens=64)
 LENGTHS = [(3, 40), (17, 5), (64, 60), (1, 80), (130, 20), (30, 30), (8, 1), (90, 50)]
 
 
@@ -29,19 +31,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def run_with_engine(folder: Path, function: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
-    """Return the result of ``function`` with an engine on ``folder``, which is then shut down."""
-
-    async def run() -> Any:
-        engine = await engines.start(folder, None, {**SIZES, **options})
-        try:
-            return await asyncio.wait_for(function(engine), 60)
-        finally:
-            await engine.shutdown()
-
-    return asyncio.run(run())
 
 
 async def collect(engine: Engine, request: GenerationRequest) -> tuple[list[int], str | None]:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from handlers import engines
 from handlers.engines import adapter_files
 from handlers.engines.adapter_files import AdapterOptions
 from handlers.engines.engine import Engine, GenerationRequest
 from handlers.engines.lora import find_modules
 from handlers.errors import HandlerLoadError, PredictionException
+from tests.support.engine_runs import run_with_engine
 from tests.support.hf_folders import save_gpt2, save_llama
 from tests.support.lora_folders import generate, save_adapter
 
 pytestmark = pytest.mark.integration
 
-SIZES = {"num_blocks": 32, "page_size": 16, "max_batch_tokens": 48}
 PROMPT = list(b"Once upon a time there was a king who lived in a castle")  # longer than three pages
 COUNT = 24
 
@@ -55,19 +54,6 @@ def adapters(language_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             alpha_pattern={"layers.1.mlp.up_proj": 5},
         ),
     }
-
-
-def run_with_engine(folder: Path, function: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
-    """Return the result of ``function`` with an engine on ``folder``, which is then shut down."""
-
-    async def run() -> Any:
-        engine = await engines.start(folder, None, {**SIZES, **options})
-        try:
-            return await asyncio.wait_for(function(engine), 60)
-        finally:
-            await engine.shutdown()
-
-    return asyncio.run(run())
 
 
 async def collect(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,16 @@ import pytest
 import torch
 import transformers
 
-from handlers import engines
 from handlers.engines import openai
 from handlers.engines.engine import GenerationRequest, Logprob, SamplingParams
 from handlers.errors import PredictionException
+from tests.support.engine_runs import run_with_engine
 from tests.support.hf_folders import save_llama
 from tests.support.lora_folders import load_model, save_adapter
 from tests.support.served_llm import ServedModel
 
 pytestmark = pytest.mark.integration
 
-SIZES = {"num_blocks": 32, "page_size": 16, "max_batch_tokens": 48}
 PROMPT = [(7 * i * i + 3 * i) % 251 for i in range(300)]  # three chunks, of which the last is short
 
 
@@ -35,17 +34,6 @@ def model(language_model: Path) -> Iterator[ServedModel]:
     made = ServedModel(language_model)
     yield made
     made.close()
-
-
-def run_with_engine(folder: Path, function: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
-    async def run() -> Any:
-        engine = await engines.start(folder, None, {**SIZES, **options})
-        try:
-            return await asyncio.wait_for(function(engine), 60)
-        finally:
-            await engine.shutdown()
-
-    return asyncio.run(run())
 
 
 async def rate(engine: Any, prompt: list[int], adapter: str | None = None, new: int = 0) -> list[Logprob]:
@@ -132,7 +120,7 @@ def test_scores_that_are_not_numbers_fail_their_request_only(folder: Path) -> No
 
 
 def test_echo_with_logprobs_rates_the_prompt(model: ServedModel) -> None:
-    """As lm-eval sends it, whole and streamed; ``max_tokens`` 0 generates nothing."""
+    """Requests of lm-eval, whole and streamed; ``max_tokens`` 0 generates nothing."""
     params = {"prompt": [model.tokens("Roses are"), model.tokens("Violets")], "logprobs": 1, "temperature": 0}
     plain = model(openai.COMPLETIONS, **params, max_tokens=4)
     echoed = model(openai.COMPLETIONS, **params, max_tokens=4, echo=True)
