@@ -27,6 +27,7 @@ class PromptScorer:
         self._model = model
         self._adapters = adapters
         self._thread = ThreadPoolExecutor(1, "prompt_logprobs")
+        self._lock = asyncio.Lock()  # one prompt's cache at a time: a request may have 128 prompts
         config = model.config.get_text_config()
         # Up to this length, sliding attention is full attention.
         self._max_tokens = getattr(config, "sliding_window", None) or getattr(
@@ -47,11 +48,12 @@ class PromptScorer:
             )
         loop, cache = asyncio.get_running_loop(), DynamicCache()
         scored = [Logprob(prompt[0], None)]
-        for start in range(0, len(prompt) - 1, _CHUNK_TOKENS):
-            tokens = prompt[start : start + _CHUNK_TOKENS + 1]
-            scored += await loop.run_in_executor(
-                self._thread, self._score_chunk, tokens, start, count, adapter, cache
-            )
+        async with self._lock:
+            for start in range(0, len(prompt) - 1, _CHUNK_TOKENS):
+                tokens = prompt[start : start + _CHUNK_TOKENS + 1]
+                scored += await loop.run_in_executor(
+                    self._thread, self._score_chunk, tokens, start, count, adapter, cache
+                )
         return scored
 
     @torch.no_grad()

@@ -82,6 +82,25 @@ def test_chunks_equal_one_forward_pass_while_others_generate(folder: Path, tmp_p
     assert generated == base
 
 
+def test_one_prompt_has_a_cache_at_a_time(folder: Path) -> None:
+    """A request of 128 long prompts would fill the memory otherwise."""
+
+    async def run(engine: Any) -> None:
+        scorer, caches = engine._prompt_scorer, []
+        score_chunk = scorer._score_chunk
+
+        def record(*args: Any) -> Any:
+            caches.append(id(args[-1]))
+            return score_chunk(*args)
+
+        scorer._score_chunk = record
+        requests = [GenerationRequest(f"{i}", PROMPT, 0, prompt_logprobs=0) for i in range(3)]
+        await asyncio.gather(*(anext(engine.generate(request)) for request in requests))
+        assert len(caches) == 9 and all(len(set(caches[i : i + 3])) == 1 for i in (0, 3, 6))
+
+    run_with_engine(folder, run)
+
+
 def test_prompts_of_one_token_and_beyond_the_capacity(folder: Path) -> None:
     async def run(engine: Any) -> None:
         assert await rate(engine, [5]) == [Logprob(5, None)]
