@@ -189,7 +189,7 @@ def test_a_server_that_is_killed_has_failed(tmp_path: Path) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("name", [pytest.param("raylet", marks=pytest.mark.nightly), "gcs_server"])
 @pytest.mark.usefixtures("sigterm_handler")
 @pytest.mark.slow
 def test_the_end_of_a_process_of_ray_ends_the_server_and_leaves_no_process(tmp_path: Path, name: str) -> None:

@@ -18,7 +18,7 @@ from tests.support.archives import ECHO, make_archive, says
 from tests.support.certificates import make_pair
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 
 class Installation:

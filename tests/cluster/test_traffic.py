@@ -75,7 +75,7 @@ def versions(server: Server, count: int = 10, **headers: str) -> Counter[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_policy_to_policy_under_load(split: Server) -> None:
     with Load(f"{split.url}{FAST}", connections=32) as load:
         split.wait(lambda: sum(load.answers.values()) > 100, description="the load")
