@@ -14,6 +14,7 @@ from serve_app.cli.app import app
 pytestmark = pytest.mark.integration  # the project's tests are a process
 
 
+@pytest.mark.nightly
 def test_the_project_passes_its_tests_and_is_archived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ values = st.recursive(
         st.lists(values), st.dictionaries(keys, values), scalars.filter(lambda v: not isinstance(v, str))
     )
 )
-@settings(max_examples=250, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 def test_json_is_json_dumps(value):
     same(value)
 

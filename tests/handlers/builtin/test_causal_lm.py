@@ -75,6 +75,7 @@ def test_rows_of_a_batch_sample_as_with_llm(model: CausalLM, folder: Path) -> No
     assert all(a != b for a, b in zip(handle(model, *greedy)[0][1:], together[1:])), "each parameter acts"
 
 
+@pytest.mark.nightly
 def test_an_unseeded_row_differs_each_time(model: CausalLM) -> None:
     row = {"prompt": "Once", "max_new_tokens": 30, "temperature": 1.0}
     first, second = handle(model, row, row)[0]

@@ -30,7 +30,11 @@ pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.integration]
 
 
 @pytest.mark.parametrize(
-    "method, steps, tolerance", [("integrated_gradients", 500, 0.03), ("shapley", 3, 1e-5)]
+    "method, steps, tolerance",
+    [
+        pytest.param("integrated_gradients", 500, 0.03, marks=pytest.mark.nightly),
+        ("shapley", 3, 1e-5),
+    ],
 )
 def test_a_texts_label_is_attributed_to_tokens(
     tmp_path: Path, method: str, steps: int, tolerance: float

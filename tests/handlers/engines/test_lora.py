@@ -157,6 +157,7 @@ def test_an_adapter_replaces_one_of_its_name(language_model: Path, adapters: dic
     )
 
 
+@pytest.mark.nightly
 def test_adapters_survive_a_loop_that_failed(language_model: Path, adapters: dict[str, Path]) -> None:
     async def fail_and_retry(engine: Any) -> list[int]:
         await engine.load_adapter("small", adapters["small"])

@@ -64,6 +64,7 @@ def test_the_repetition_penalty_equals_that_of_transformers(model: ServedModel, 
         assert generate(model, repetition_penalty=penalty) == expected != generate(model)
 
 
+@pytest.mark.nightly
 def test_penalties_of_presence_and_frequency_count_generated_tokens(
     model: ServedModel, language_model: Path
 ) -> None:
