@@ -298,7 +298,7 @@ def sentences(tmp_path: Path) -> Iterator[tuple[list[dict[str, Any]], list[str]]
     thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_model_of_the_server_keeps_name_task_and_versions(
     tmp_path: Path, sentences: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +318,7 @@ def test_model_of_the_server_keeps_name_task_and_versions(
     assert yaml.safe_load(config)["task"] == "feature-extraction"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_metric_on_labelled_samples_replaces_the_tolerance(archive: Path, tmp_path: Path) -> None:
     answers = load_archive(archive, tmp_path / "plain")[2]
     lines = [{"input": row, "label": answer.index(max(answer))} for row, answer in zip(ROWS, answers)]

@@ -173,7 +173,7 @@ def handle(data, context):
     server.management.delete("/models/raises")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_crash_loop_slows_nobody_else(server: Server, stays: str, tmp_path: Path) -> None:
     handler = """
 import os

@@ -143,7 +143,7 @@ def test_json_files_where_log_location_says(other: Server, tmp_path: Path) -> No
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_request_that_is_too_late_gets_no_answer_and_leaves_nothing_behind(
     other: Server, tmp_path: Path
 ) -> None:
@@ -183,7 +183,7 @@ def leaves_unanswered(server: Server, path: str) -> bool:
     return len(left()) > before and left()[-1]["milliseconds"] > 700
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_answer_over_max_response_size_is_an_error_and_no_death(other: Server, tmp_path: Path) -> None:
     assert other.register(make_archive(tmp_path, "echo", ECHO)).status_code == 200
     pids = other.pids("echo")

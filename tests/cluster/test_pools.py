@@ -206,6 +206,7 @@ def predict_or_none(server: Server, name: str) -> str | None:
     return response.text.split()[2] if response.status_code == 200 else None
 
 
+@pytest.mark.nightly
 def test_a_busy_version_gets_a_second_host(pooled: Server, tmp_path: Path) -> None:
     handler = HANDLER.replace("    COUNT +=", "    import time; time.sleep(0.01)\n    COUNT +=")
     files = {"helper.py": "NAME = 'busy'\nMIB = 1\n", "name.txt": "busy"}

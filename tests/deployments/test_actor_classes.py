@@ -72,7 +72,7 @@ print(len(manager._loaded_actor_classes), len(ray.actor._ActorClassMethodMetadat
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_keeps_the_newest_classes() -> None:
     process = subprocess.run(
         [sys.executable, "-c", _LOAD], capture_output=True, text=True, timeout=120, check=False

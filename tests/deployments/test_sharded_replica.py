@@ -78,6 +78,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_figures(
         CausalLM().initialize(Context("m", str(llama), {}, model_yaml_config=config))
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_two_ranks_answer_as_one_and_are_replaced_together(
     server: Server, llama: Path, tmp_path: Path

@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_intels_extension_is_enabled_by_the_environment(archive: Any) -> None:
     directory = archive(model=MODEL, intel_extension_for_pytorch="def optimize(model):\n    return [model]")
     code = f"""

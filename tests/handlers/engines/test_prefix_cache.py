@@ -107,6 +107,7 @@ def test_the_cache_holds_generated_tokens_and_the_pages_of_the_last_step(languag
     with_client(language_model, use)
 
 
+@pytest.mark.nightly
 def test_requests_that_share_running_pages_are_preempted_without_a_change(language_model: Path) -> None:
     prompts = [PREFIX + [tail] * 30 for tail in range(6)]  # with their answers 16 pages each, of 24
     expected = [generate(language_model, prompt, 120) for prompt in prompts]

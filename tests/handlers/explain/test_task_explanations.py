@@ -296,6 +296,7 @@ def test_roberta_positions_start_behind_the_padding(tmp_path: Path) -> None:
 # Embeddings
 
 
+@pytest.mark.nightly
 @METHODS
 def test_similarity_is_explained_by_token(options: dict[str, Any], tolerance: float) -> None:
     served = ServedFolder(MINILM, explain=options)
