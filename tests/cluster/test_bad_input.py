@@ -19,7 +19,7 @@ from tests.support.load import Load, Trickle
 from tests.support.ports import free_port
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 BASE = """
 from ts.torch_handler.base_handler import BaseHandler

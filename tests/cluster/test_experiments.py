@@ -12,7 +12,7 @@ from tests.support.archives import make_archive, says
 from tests.support.load import Load
 from tests.support.server import Server
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 DOCUMENT = {
     "name": "which one",

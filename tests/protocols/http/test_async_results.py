@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -313,8 +314,10 @@ def test_hanging_storage_does_not_block_other_requests(
         blob_store, "_IDLE_TIMEOUT", 600.0
     )  # the limit of an idle connection, far above a slow machine's delays
     connected, finish = asyncio.Event(), asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
 
     async def never_respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         connected.set()
         await finish.wait()
         writer.close()
@@ -335,6 +338,9 @@ def test_hanging_storage_does_not_block_other_requests(
         listener.close()
         finish.set()
         assert {(await one)["x-torchrelay-reason"] for one in submissions} == {"result_store_unavailable"}
+        for writer in writers:  # also of the connections that were accepted last
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
     async def listen() -> asyncio.Server:
         return await asyncio.start_server(never_respond, "127.0.0.1", 0)
