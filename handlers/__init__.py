@@ -6,7 +6,6 @@ until a handler needs it.
 
 from __future__ import annotations
 
-from handlers import _moved
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading.loader import FOLDER_HANDLERS, HANDLERS, LoadedHandler, load, load_envelope
 
@@ -19,5 +18,3 @@ __all__ = [
     "load",
     "load_envelope",
 ]
-
-_moved.install()

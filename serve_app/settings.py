@@ -19,7 +19,6 @@ from serve_app.domain import traffic_policy as policies
 from serve_app.domain.access import KeyLimits
 from serve_app.domain.key_settings import JwtSettings, KeySettings
 from serve_app.domain.pool_settings import PoolName, PoolSettings
-from serve_app.domain.renamed_settings import reject_renamed
 from serve_app.errors import BadRequest, ConfigurationError
 
 MIB = 1 << 20
@@ -415,8 +414,6 @@ class Settings(_Section):
 def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings:
     """Parse settings from a plain mapping. Raises ConfigurationError, which names key, place and remedy."""
     value = dict(mapping) if isinstance(mapping, Mapping) else mapping or {}
-    if isinstance(value, dict):
-        reject_renamed(value, where)
     try:
         settings = validation.read(Settings, value, secret_paths=(("auth", "keys"),))
         limits.check_settings(settings)

@@ -1,10 +1,7 @@
 """A typed client of a server's prediction and management APIs: ``Client``, or ``AsyncClient`` for asyncio."""
 
-from typing import TYPE_CHECKING, NoReturn
-
 from serve_app.client import errors
 from serve_app.client._decoders import ServerSentEvent
-from serve_app.client._removed import missing_name
 from serve_app.client.errors import *  # noqa: F403
 from serve_app.client.http import AsyncClient, Client
 from serve_app.client.predictions import Prediction
@@ -12,9 +9,3 @@ from serve_app.client.retries import NO_RETRIES, Retries
 
 __all__ = ["NO_RETRIES", "AsyncClient", "Client", "Prediction", "Retries", "ServerSentEvent"]
 __all__ += errors.__all__
-
-
-if not TYPE_CHECKING:  # a type checker would accept every name
-
-    def __getattr__(name: str) -> NoReturn:
-        raise missing_name(__name__, name)

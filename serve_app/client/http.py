@@ -9,13 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 
 from serve_app.client import errors
 from serve_app.client._operations import RequestDescriptor, RequestFlow, StreamDescriptor
-from serve_app.client._removed import missing_method
 from serve_app.client.adapters import AdapterOperations
 from serve_app.client.api_keys import KeyOperations
 from serve_app.client.async_predictions import AsyncPredictionOperations
@@ -81,11 +80,6 @@ class _HttpClient(
             headers={"authorization": f"Bearer {token}"} if token else {},
             **({} if limits is None else {"limits": limits}),
         )
-
-    if not TYPE_CHECKING:  # a type checker would accept every name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise missing_method(self, name)
 
     @abstractmethod
     def _create_pool(self, **options: Any) -> None:

@@ -67,7 +67,7 @@ def _load_from_client(name: str) -> Any:
         return sorted([*_HANDLERS, *client.__all__, "__version__"])
     if name in client.__all__:
         return getattr(client, name)
-    raise import_module(f"{_CLIENT}._removed").missing_name(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if not TYPE_CHECKING:  # a type checker would accept every name

@@ -37,7 +37,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "next"
-down_revision = "drift_windows_6"
+down_revision = "schema_1"
 
 def upgrade():
     op.add_column("torchrelay_models", sa.Column("owner", sa.Text, nullable=True))
@@ -50,7 +50,7 @@ def copy_release(folder: Path) -> Path:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "serve_app/_version.py").write_text('__version__ = "9.9.9"\n')
     versions = folder / "serve_app/control/persistence/migrations/versions"
-    (versions / "0007_next.py").write_text(MIGRATION)
+    (versions / "0002_next.py").write_text(MIGRATION)
     return folder
 
 

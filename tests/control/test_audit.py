@@ -11,20 +11,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from alembic.autogenerate import compare_metadata
-from alembic.runtime.migration import MigrationContext
 
 from serve_app.control import registry_changes
 from serve_app.control.audit import AuditTrail
 from serve_app.control.persistence.database import Database
-from serve_app.control.persistence.schema import (
-    API_KEYS,
-    AUDIT_LOG,
-    DRIFT_WINDOWS,
-    RESULT_HISTORY,
-    SCHEMA,
-    VERSION_TABLE,
-)
 from serve_app.control.registry import Registry
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.state import AcknowledgementPolicy, StateStore
@@ -218,18 +208,3 @@ def test_urls_are_recorded_without_credentials(run: Any) -> None:
         assert not record["before"]
 
     run(test)
-
-
-def test_database_of_the_previous_release_gets_the_table(url: str) -> None:
-    Database(url).close()
-    engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        for table in (AUDIT_LOG, API_KEYS, RESULT_HISTORY, DRIFT_WINDOWS):
-            table.drop(connection)
-        connection.execute(sa.text("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner"))
-        connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = 'metric_rows_2'"))
-    Database(url).close()
-    with engine.connect() as connection:
-        options = {"compare_type": True, "compare_server_default": True, "version_table": VERSION_TABLE}
-        assert compare_metadata(MigrationContext.configure(connection, opts=options), SCHEMA) == []
-    engine.dispose()

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import struct
 from copy import deepcopy
-from hashlib import blake2b
 
 import pytest
 import sqlalchemy as sa
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.persistence.database import Database
 from serve_app.control.persistence.schema import (
-    API_KEYS,
-    AUDIT_LOG,
     COUNTED_EVENTS,
-    DRIFT_WINDOWS,
-    EXPERIMENT_STATS,
     EXPOSED_UNITS,
     METRIC_SOURCES,
-    RESULT_HISTORY,
-    SCHEMA,
 )
 from serve_app.control.registry import Registry
 from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
@@ -348,71 +338,3 @@ class TestForgetting:
         run(database, lambda m: m.record("q", 1, seen()))
         with database.transaction() as connection:
             assert set(connection.execute(sa.select(METRIC_SOURCES.c.source)).scalars()) == {"", "q"}
-
-
-class TestMigration:
-    def test_the_packed_figures_of_the_first_schema_are_kept(self, url: str):
-        Database(url).close()
-        engine = sa.create_engine(url)
-        with engine.begin() as connection:
-            old = sa.MetaData()
-            stats = sa.Table(
-                "torchrelay_experiment_metrics",
-                old,
-                *(sa.Column(key, sa.Text, primary_key=True) for key in ("trial", "arm", "name")),
-                sa.Column("value", sa.LargeBinary, nullable=False),
-            )
-            exposures = sa.Table(
-                "torchrelay_exposures",
-                old,
-                *(sa.Column(key, sa.Text, primary_key=True) for key in ("trial", "name")),
-                sa.Column("part", sa.BigInteger, primary_key=True, autoincrement=False),
-                sa.Column("arms", sa.JSON, nullable=False),
-                sa.Column("value", sa.LargeBinary, nullable=False),
-            )
-            old.create_all(connection)
-            new = (RESULT_HISTORY, DRIFT_WINDOWS)
-            for table in (EXPERIMENT_STATS, EXPOSED_UNITS, COUNTED_EVENTS, AUDIT_LOG, *new):
-                table.drop(connection)
-            API_KEYS.drop(connection)
-            connection.execute(sa.text("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner"))
-            connection.execute(sa.text("UPDATE torchrelay_schema SET version_num = 'schema_1'"))
-            counts = (
-                b'{"calls": 9, "units": 3, "failed": {"queue_full": 2}, "empty": 0, "non_finite": 0, '
-                b'"missing": {}, "latency": {"188": 7}}'
-            )
-            sums = struct.pack("<6d", 3, 2, 0.5, 999, 1, 1e-9)
-            for name, value in (("", counts), ("output:sco\\x00re", sums)):
-                row = {"trial": "t", "arm": "a\\x00", "name": name, "value": value}
-                connection.execute(sa.insert(stats).values(row))
-            # Hashes of 8 bytes, then a number of 4 each: the arm's index times 65,536, plus the bucket.
-            for name, part, arms, texts, numbers in (
-                ("units", 2, ["b", "a\\x00"], ["new"], [65_536 + 1007]),
-                ("units", 1, ["b"], ["old", "ann"], [3, 4]),
-                ("events", 1, [], ["m\0unit\0new"], [0]),
-            ):
-                digests = [blake2b(text.encode(), digest_size=8).digest() for text in texts]
-                value = b"".join(digests) + struct.pack(f"<{len(numbers)}I", *numbers)
-                row = {"trial": "t", "name": name, "part": part, "arms": arms, "value": value}
-                connection.execute(sa.insert(exposures).values(row))
-        engine.dispose()
-        database = Database(url)
-        with database.transaction() as connection:
-            options = {"compare_type": True, "version_table": "torchrelay_schema"}
-            assert compare_metadata(MigrationContext.configure(connection, opts=options), SCHEMA) == []
-
-        async def work(m: MetricStore) -> None:
-            latency, output = {188: 7}, {3: (2, 0.5), 999: (1, 1e-9)}
-            assert m.arm_stats("t") == {
-                "a\x00": ArmStats(9, 3, {"queue_full": 2}, latency=latency, sums={"output:sco\x00re": output})
-            }
-            assert await reward(m, "t", "m", "", "new", 1.0) is False
-            assert await reward(m, "t", "n", "", "new", 1.0) is True
-            assert await reward(m, "t", "n", "", "ann", 1.0) is True
-            await m.record("p", 1, ExperimentReport({}, units("t", "b", "new", "newer")))
-            assert await reward(m, "t", "n", "", "old", 1.0) is None, "the oldest is dropped first"
-            assert m.arm_stats("t")["a\x00"].sums["reward:n"] == {7: (1, 1.0)}
-            assert m.arm_stats("t")["b"].sums == {"reward:n": {4: (1, 1.0)}, "units": {3: (1, 0)}}
-
-        run(database, work, max_exposures=3)
-        database.close()

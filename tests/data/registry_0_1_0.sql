@@ -121,7 +121,7 @@ CREATE TABLE torchrelay_schema (
 	version_num VARCHAR(32) NOT NULL, 
 	CONSTRAINT torchrelay_schema_pkc PRIMARY KEY (version_num)
 );
-INSERT INTO "torchrelay_schema" VALUES('drift_windows_6');
+INSERT INTO "torchrelay_schema" VALUES('schema_1');
 CREATE TABLE torchrelay_shadow_mismatches (
 	model TEXT NOT NULL, 
 	version TEXT NOT NULL, 

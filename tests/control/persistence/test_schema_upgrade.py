@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "next"
-down_revision = "drift_windows_6"
+down_revision = "schema_1"
 
 def upgrade():
     op.add_column("torchrelay_models", sa.Column("owner", sa.Text, nullable=True))
@@ -34,7 +34,7 @@ def release(folder: Path, migration: str = NEXT) -> str:
     """Return the migrations of a release that has one more."""
     scripts = folder / "migrations"
     shutil.copytree(Path(str(migrations.__file__)).parent, scripts)
-    (scripts / "versions" / "0007_next.py").write_text(migration)
+    (scripts / "versions" / "0002_next.py").write_text(migration)
     return str(scripts)
 
 
@@ -92,7 +92,7 @@ def test_sqlite_is_copied_before_and_the_copy_opens_in_the_old_release(
     with monkeypatch.context() as next_release:
         next_release.setattr(schema_upgrade, "_MIGRATIONS", release(tmp_path))
         Database(f"sqlite:///{file}").close()
-    copy = tmp_path / "registry.db.before-drift_windows_6"
+    copy = tmp_path / "registry.db.before-schema_1"
     database = Database(f"sqlite:///{copy}")
     assert database.load() == stored
     database.close()
@@ -108,7 +108,7 @@ def test_a_migration_that_fails_changes_nothing(
         next_release.setattr(schema_upgrade, "_MIGRATIONS", release(tmp_path, broken))
         with pytest.raises(ConfigurationError, match="no_such_column"):
             Database(url)
-    assert revision(url) == "drift_windows_6"
+    assert revision(url) == "schema_1"
     database = Database(url)
     assert database.load() == stored
     database.close()
@@ -119,15 +119,11 @@ def test_a_copy_that_cannot_be_written_leaves_the_database(
 ) -> None:
     file = tmp_path / "registry.db"
     store(f"sqlite:///{file}")
-    (tmp_path / "registry.db.before-drift_windows_6").mkdir()
+    (tmp_path / "registry.db.before-schema_1").mkdir()
     with monkeypatch.context() as next_release:
         next_release.setattr(schema_upgrade, "_MIGRATIONS", release(tmp_path))
-        with pytest.raises(
-            ConfigurationError, match="before-drift_windows_6 of the database cannot be written"
-        ):
+        with pytest.raises(ConfigurationError, match="before-schema_1 of the database cannot be written"):
             Database(f"sqlite:///{file}")
     with sqlite3.connect(file) as connection:
-        assert connection.execute("SELECT version_num FROM torchrelay_schema").fetchall() == [
-            ("drift_windows_6",)
-        ]
+        assert connection.execute("SELECT version_num FROM torchrelay_schema").fetchall() == [("schema_1",)]
     connection.close()

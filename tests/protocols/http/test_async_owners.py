@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +39,6 @@ ACCESS = AccessTable(
         ]
     )
 )
-
-# The tables that the migrations from 0004_tenants on create.
-LATER_TABLES = ("torchrelay_api_keys", "torchrelay_result_history", "torchrelay_drift_windows")
 
 
 @pytest.fixture
@@ -109,21 +105,6 @@ def test_predictions_without_an_owner_are_for_managers(start: Callable[..., Serv
     assert before("GET", location).status == 200
     server = start(table=build_table(access=ACCESS))
     assert server("GET", location, headers=bearer("ops")).status == 200
-    assert server("GET", location, headers=bearer("a")).status == 404
-
-
-def test_rows_of_an_earlier_schema_have_no_owner(start: Callable[..., Server], tmp_path: Path) -> None:
-    before = start()
-    location = before.submit()
-    before.wait_for_state(location, "done")
-    revision = importlib.import_module("serve_app.control.persistence.migrations.versions.0004_tenants")
-    with before.database.transaction() as connection:
-        connection.exec_driver_sql("ALTER TABLE torchrelay_async_predictions DROP COLUMN owner")
-        for table in LATER_TABLES:
-            connection.exec_driver_sql(f"DROP TABLE {table}")
-        connection.exec_driver_sql(f"UPDATE torchrelay_schema SET version_num = '{revision.down_revision}'")
-    server = start(table=build_table(access=ACCESS))
-    assert server("GET", f"{location}/result", headers=bearer("ops")).body == b"x"
     assert server("GET", location, headers=bearer("a")).status == 404
 
 
