@@ -103,7 +103,7 @@ class LocalModel:
         part = InputPart("body", content, media_type)
         request = InferenceRequest(self.spec.name, self.spec.version, (part,), request_id=str(uuid.uuid4()))
         try:
-            return await self._batcher.submit(request)
+            return await self._batcher.infer(request)
         except RelayError as error:
             raise _to_client_error(error) from None
 

@@ -71,7 +71,7 @@ class BlockPredictor:
             request_id=f"row-{row.number}",
         )
         try:
-            response = await self._batcher.submit(request)
+            response = await self._batcher.infer(request)
             if isinstance(response, ResponseStream):
                 head, body = response.head, b"".join([chunk async for chunk in response])
             else:

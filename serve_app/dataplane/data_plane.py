@@ -18,17 +18,23 @@ from types import MappingProxyType
 from typing import Protocol
 
 from serve_app.dataplane import version_router, workflow_signature
-from serve_app.dataplane.admitted_request import AdmittedRequest, Submit
 from serve_app.dataplane.experiment_collector import ExperimentCollector
-from serve_app.dataplane.key_limits import Admission, KeyLimiter, charge_tokens, count_rows, counts_tokens
-from serve_app.dataplane.request_recorder import RequestRecorder, RequestState
+from serve_app.dataplane.key_limits import Admission, KeyLimiter, count_rows, counts_tokens
+from serve_app.dataplane.running_request import RequestRecorder, RunningRequest
 from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.dataplane.version_router import VersionSelection
 from serve_app.dataplane.workflow_executor import WorkflowExecutor
 from serve_app.domain import tensors
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
+from serve_app.domain.request import (
+    Cancel,
+    InferenceRequest,
+    InferenceResponse,
+    InputPart,
+    OnDone,
+    ResponseStream,
+)
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
 from serve_app.domain.signature import Signature
 from serve_app.domain.tensors import Tensor
@@ -43,17 +49,11 @@ from serve_app.errors import (
     RelayError,
     WorkflowNotFound,
 )
+from serve_app.runtime.backends import Backend, TaskBackend, infer
 from serve_app.telemetry.metrics import Meters
 
 _STARTING = ("idle", "loading")
 _NONE_REQUESTED = "no replica is configured"
-
-
-class InferenceBackend(Protocol):
-    """A component that executes requests: a runner in this process, or replicas behind a handle."""
-
-    async def infer(self, request: InferenceRequest, /) -> InferenceResponse | ResponseStream:
-        """Return the response to one request. Raises RelayError."""
 
 
 class SequenceAffinity(Protocol):
@@ -61,7 +61,7 @@ class SequenceAffinity(Protocol):
 
     async def __call__(
         self, request: InferenceRequest, selection: VersionSelection, /
-    ) -> tuple[VersionSelection, InferenceBackend]:
+    ) -> tuple[VersionSelection, Backend]:
         """Return the version and the backend for a request to a stateful model. Raises RelayError."""
 
 
@@ -113,8 +113,8 @@ class DataPlane:
         self,
         reader: RoutingTableReader,
         meters: Meters,
-        remote: Callable[[ModelRef, VersionRoute], InferenceBackend],
-        local: Mapping[tuple[str, str], InferenceBackend] = MappingProxyType({}),
+        remote: Callable[[ModelRef, VersionRoute], Backend],
+        local: Mapping[tuple[str, str], Backend] = MappingProxyType({}),
         wake: Callable[[ModelRef, VersionRoute], None] = lambda ref, route: None,
         mirror: ShadowMirror | None = None,
         sequence_affinity: SequenceAffinity | None = None,
@@ -154,65 +154,33 @@ class DataPlane:
         """
         return None if grant is None else self.key_limiter.admit(grant, rows, counts_tokens=True)
 
-    def admit(self, request: InferenceRequest, grant: KeyGrant | None) -> AdmittedRequest | None:
-        """Return the request with its version and backend, where it can run without waiting.
+    def submit(
+        self,
+        request: InferenceRequest,
+        on_done: OnDone,
+        grant: KeyGrant | None = None,
+        workflow_table: RoutingTable | None = None,
+    ) -> Cancel:
+        """Run a request at the version that the routing table selects; ``on_done`` receives its outcome.
 
-        None where it has to wait for a replica or a sequence, runs a workflow, or fails: ``infer`` then
-        handles it, and this method has counted nothing. Raises RateLimited.
+        The outcome may be there before this method returns. The returned function withdraws the request of
+        a client that disconnected. Raises RateLimited, with nothing counted.
+
+        ``grant`` is that of the client's key, whose limits apply; None where no key is required, and for the
+        calls that a request causes.
+        ``workflow_table`` is the table at the start of the workflow whose step this request is. A version
+        that was removed since then still serves the steps of workflows that started before.
         """
-        cursor = version_router.next_bucket_cursor(self._bucket_cursor)
-        try:
-            selection = version_router.select_version(self._reader.table, request, cursor)
-        except NotFound:
-            return None
-        route = selection.route
-        if route.stateful or request.expired:
-            return None
-        if request.kind == "tensors" and route.signature is not None:
-            try:
-                route.signature.check(map(_to_tensor, request.inputs))
-            except RelayError:
-                return None
-        submit = self._find_submit(request, route)
-        if submit is None:
-            return None
         admission = None
         if grant is not None:
             rows, has_tokens = count_rows(request, self._reader.table), counts_tokens(request, grant)
             admission = self.key_limiter.admit(grant, rows, has_tokens)
-        self._bucket_cursor = cursor
-        admitted = AdmittedRequest(request, selection, submit, self._recorder, admission)
-        if route.client_timeout:
-            self._limit_deadline(admitted, route)
-        return admitted
-
-    def _find_submit(self, request: InferenceRequest, route: VersionRoute) -> Submit | None:
-        """Return the function that starts a request, where its backend needs no wait and no task."""
-        if (local := self._local.get((request.model, route.version))) is not None:
-            return None if route.phase == "stopped" else getattr(local, "find_submit", _find_none)()
-        if route.graph is not None or not self._reader.table.accepts_requests(route):
-            return None
+        running = RunningRequest(request, on_done, self._recorder, admission)
         try:
-            backend = self._remote(ModelRef(request.model, route.version), route)
-        except ModelLoading:
-            return None
-        return getattr(backend, "find_submit", _find_none)()
-
-    async def _infer_admitted(
-        self, request: InferenceRequest, admission: Admission
-    ) -> InferenceResponse | ResponseStream:
-        """Run a request, and charge its tokens to its key."""
-        try:
-            response = await self.infer(request)
-            charge_tokens(admission, request, response)
-        except BaseException:
-            admission.release()
-            raise
-        if isinstance(response, ResponseStream):
-            response.add_done_callback(admission.release)
-        else:
-            admission.release()
-        return response
+            running.start(self._select_backend(running, workflow_table))
+        except RelayError as error:
+            running.complete(error)
+        return running.cancel
 
     async def infer(
         self,
@@ -220,64 +188,63 @@ class DataPlane:
         grant: KeyGrant | None = None,
         workflow_table: RoutingTable | None = None,
     ) -> InferenceResponse | ResponseStream:
-        """Return the response of the version that the routing table selects. Raises RelayError.
+        """Return the response to a request; see ``submit``. Raises RelayError."""
+        submit = partial(self.submit, grant=grant, workflow_table=workflow_table)
+        return await infer(submit, request)
 
-        ``grant`` is that of the client's key, whose limits apply; None where no key is required, and for the
-        calls that a request causes.
-        ``workflow_table`` is the table at the start of the workflow whose step this request is. A version
-        that was removed since then still serves the steps of workflows that started before.
-        """
-        if grant is not None:
-            rows, has_tokens = count_rows(request, self._reader.table), counts_tokens(request, grant)
-            admission = self.key_limiter.admit(grant, rows, has_tokens)
-            if admission is not None:
-                return await self._infer_admitted(request, admission)
-        state = RequestState(request)
-        try:
-            response = await self._dispatch(state, workflow_table)
-        except RelayError as raised:
-            error = self._recorder.record_failure(state, raised)
-            try:
-                if error is not raised:
-                    raise error from None
-                raise
-            finally:
-                del error  # its traceback refers to this frame: request and response would await a collection
-        except asyncio.CancelledError:
-            self._recorder.record_disconnect(state)
-            raise
-        return self._recorder.record_response(state, response)
-
-    async def _dispatch(
-        self, state: RequestState, workflow_table: RoutingTable | None
-    ) -> InferenceResponse | ResponseStream:
-        """Select the version and the backend, and run the request there."""
-        request = state.request
+    def _select_backend(self, running: RunningRequest, workflow_table: RoutingTable | None) -> Backend:
+        """Select the version of a request, and return the backend that runs it. Raises RelayError."""
+        request = running.request
         if request.expired:
             self.find_version(request.model, request.version)  # an unknown model comes first
             raise DeadlineExceeded(request.model, 0.0)
-        selection = state.selection = self._select(request, workflow_table)
+        selection = running.selection = self._select(request, workflow_table)
         route = selection.route
-        state.version = route.version
+        running.version = route.version
         if request.kind == "tensors" and route.signature is not None:
             route.signature.check(map(_to_tensor, request.inputs))
         if route.client_timeout:
-            request = self._limit_deadline(state, route)
-        if not route.stateful or self._sequence_affinity is None:
-            return await (await self._find_backend(request, route)).infer(request)
+            self._limit_deadline(running, route)
+        if route.stateful and self._sequence_affinity is not None:
+            return TaskBackend(partial(self._infer_sequence, running, self._sequence_affinity))
+        if (local := self._local.get((request.model, route.version))) is not None:
+            if route.phase == "stopped":  # HAProxy may still send requests to a replica that drains
+                raise NoReplica(request.model, request.version, _NONE_REQUESTED)
+            return local
+        ref = ModelRef(request.model, route.version)
+        if route.graph is not None:
+            return self._create_workflow(ref, route)
+        return self._find_replicas(ref, route)
+
+    def _find_replicas(self, ref: ModelRef, route: VersionRoute) -> Backend:
+        if self._reader.table.accepts_requests(route):
+            return self._remote(ref, route)
+        return TaskBackend(partial(self._infer_when_ready, ref, route))
+
+    async def _infer_when_ready(
+        self, ref: ModelRef, route: VersionRoute, request: InferenceRequest
+    ) -> InferenceResponse | ResponseStream:
+        route = await self._wait_until_ready(request, ref, route)
+        return await self._remote(ref, route).infer(request)
+
+    async def _infer_sequence(
+        self, running: RunningRequest, locate: SequenceAffinity, request: InferenceRequest
+    ) -> InferenceResponse | ResponseStream:
+        selection = running.selection
+        assert selection is not None
+        route = selection.route
         if not self._reader.table.accepts_requests(route):
             route = await self._wait_until_ready(request, ModelRef(request.model, route.version), route)
-        selection, backend = await self._sequence_affinity(request, selection._replace(route=route))
-        state.selection, state.version = selection, selection.route.version
+        selection, backend = await locate(request, selection._replace(route=route))
+        running.selection, running.version = selection, selection.route.version
         return await backend.infer(request)
 
-    def _limit_deadline(self, state: RequestState, route: VersionRoute) -> InferenceRequest:
-        """Apply the model's timeout to the deadline, and return the request with it."""
-        request, deadline = state.request, time.time() + route.client_timeout / 1000
+    def _limit_deadline(self, running: RunningRequest, route: VersionRoute) -> None:
+        """Apply the model's timeout to the deadline of a request."""
+        request, deadline = running.request, time.time() + route.client_timeout / 1000
         if request.deadline is None or request.deadline > deadline:
-            state.model_timeout = True
-            state.request = replace(request, deadline=deadline)
-        return state.request
+            running.model_timeout = True
+            running.request = replace(request, deadline=deadline)
 
     def _select(self, request: InferenceRequest, workflow_table: RoutingTable | None) -> VersionSelection:
         cursor = self._bucket_cursor = version_router.next_bucket_cursor(self._bucket_cursor)
@@ -288,30 +255,17 @@ class DataPlane:
                 raise
             return version_router.select_version(workflow_table, request, cursor)
 
-    async def _find_backend(self, request: InferenceRequest, route: VersionRoute) -> InferenceBackend:
-        if (local := self._local.get((request.model, route.version))) is not None:
-            if route.phase == "stopped":  # HAProxy may still send requests to a replica that drains
-                raise NoReplica(request.model, request.version, _NONE_REQUESTED)
-            return local
-        if route.graph is not None:
-            return self._create_workflow(ModelRef(request.model, route.version), route)
-        return await self._find_replicas(request, route)
-
-    async def _find_replicas(self, request: InferenceRequest, route: VersionRoute) -> InferenceBackend:
-        ref = ModelRef(request.model, route.version)
-        if not self._reader.table.accepts_requests(route):
-            route = await self._wait_until_ready(request, ref, route)
-        return self._remote(ref, route)
-
-    def _create_workflow(self, ref: ModelRef, route: VersionRoute) -> WorkflowExecutor:
+    def _create_workflow(self, ref: ModelRef, route: VersionRoute) -> Backend:
         assert route.graph is not None
 
         async def infer_function(request: InferenceRequest) -> InferenceResponse | ResponseStream:
-            return await (await self._find_replicas(request, route)).infer(request)
+            return await self._find_replicas(ref, route).infer(request)
 
         infer_model = partial(self.infer, workflow_table=self._reader.table)
-        max_items = self._limits.max_workflow_items
-        return WorkflowExecutor(ref, route.graph, infer_model, infer_function, self._meters, max_items)
+        executor = WorkflowExecutor(
+            ref, route.graph, infer_model, infer_function, self._meters, self._limits.max_workflow_items
+        )
+        return TaskBackend(executor.infer)
 
     async def _wait_until_ready(
         self, request: InferenceRequest, ref: ModelRef, route: VersionRoute
@@ -419,7 +373,3 @@ class DataPlane:
 
 def _to_tensor(part: InputPart) -> Tensor:
     return tensors.from_content_type(part.name, part.value, part.content_type or "")
-
-
-def _find_none() -> None:
-    """Return None, for a backend that runs requests in tasks only."""

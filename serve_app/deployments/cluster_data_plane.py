@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, InferenceBackend, RoutingTableReader
+from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
 from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.pool_client import LocalHost, VersionClients
 from serve_app.deployments.prefix_router import PrefixRouter
 from serve_app.deployments.replica_channels import break_off_lost_connections
 from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter, sequence_headers
+from serve_app.runtime.backends import Backend
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
 
@@ -21,7 +22,7 @@ class PoolHostBackends:
     """The host of this process, and its loaded versions by name and version; the mapping changes."""
 
     local: LocalHost
-    loaded: Mapping[tuple[str, str], InferenceBackend]
+    loaded: Mapping[tuple[str, str], Backend]
 
 
 def create_data_plane(
@@ -38,7 +39,7 @@ def create_data_plane(
     """
     break_off_lost_connections()
     clients = VersionClients(reader, settings, None if host is None else host.local)
-    backends: Mapping[tuple[str, str], InferenceBackend] = {} if host is None else host.loaded
+    backends: Mapping[tuple[str, str], Backend] = {} if host is None else host.loaded
     if local is not None:
         backends = {(local.ref.name, local.ref.version): local.backend}
     mirror = ShadowMirror(lambda: reader.table, clients, meters)

@@ -20,7 +20,7 @@ from serve_app.deployments.ray_metrics import ExportedLoad, ExportedProcess
 from serve_app.net import tls
 from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.grpc_app import inference_server
-from serve_app.protocols.http import ray_bypass
+from serve_app.protocols.http.server import ray_bypass
 from serve_app.protocols.http_app import inference_app
 from serve_app.settings import Settings
 from serve_app.telemetry import access_log, host_metrics, logs, torchserve, tracing

@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from serve_app.net.bind import BIND_TIMEOUT, bind
-from serve_app.protocols.http.uvicorn_http import HttpProtocol
+from serve_app.protocols.http.server.http_protocol import HttpProtocol
 
 
 class _UvicornServer(uvicorn.Server):

@@ -101,7 +101,8 @@ def _describe_handler(clients: VersionClients) -> DescribeHandler:
     """Return a function that sends a ``describe`` request to one of the replicas of a version."""
 
     async def describe(ref: ModelRef, row: VersionRoute) -> InferenceResponse | ResponseStream:
-        return await clients(ref, row).infer(InferenceRequest(ref.name, ref.version, kind="describe"))
+        request = InferenceRequest(ref.name, ref.version, kind="describe")
+        return await clients(ref, row).infer(request)
 
     return describe
 

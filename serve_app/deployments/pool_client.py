@@ -10,16 +10,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve_app.dataplane.admitted_request import Submit
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.actor_client import ActorClient
 from serve_app.deployments.replica_client import RemoteBackend, ReplicaClients
 from serve_app.deployments.uds_transport import ConnectionLost
 from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.pool import pool_ref, rank_hosts
-from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
+from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import ModelLoading, ReplicaDied, Unavailable
+from serve_app.runtime.backends import Backend, run_in_task
 from serve_app.settings import Settings
 
 Response = InferenceResponse | ResponseStream
@@ -79,7 +79,7 @@ class VersionClients:
         return self._replicas(pool_ref(pool), route)
 
 
-class _PooledBackend:
+class _PooledBackend(Backend):
     """The backend of one version in a pool, for one request."""
 
     def __init__(
@@ -96,28 +96,20 @@ class _PooledBackend:
         self._client = client
         self._local = local
 
-    def find_submit(self) -> Submit | None:
-        """Return the function that sends a request over a socket, to the least busy host that has it.
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
+        """Send a request to the least busy host that has loaded its version.
 
-        None where this process loads it, or a host is not connected.
+        Hosts are tried in turn where this process is one of them, or one is not connected.
         """
-        hosts = self._candidates()
-        if self._local is not None and self._local.replica in hosts:
-            return None
-        submit = self._client.find_submit(hosts)
-        if submit is None:
-            return None
-        version = self._ref.version
-
-        def submit_version(request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
-            return submit(replace(request, version=version), on_done)
-
-        return submit_version
-
-    async def infer(self, request: InferenceRequest) -> Response:
-        """Return the response of a host; another one is tried where it is lost. Raises RelayError."""
         request = replace(request, version=self._ref.version)
-        if (chosen := self._candidates()) and len(chosen) > 1:
+        hosts = self._candidates()
+        if (self._local is None or self._local.replica not in hosts) and self._client.is_connected(hosts):
+            return self._client.submit(request, on_done, hosts)
+        return run_in_task(self._infer(request, hosts), on_done).cancel
+
+    async def _infer(self, request: InferenceRequest, chosen: tuple[str, ...]) -> Response:
+        """Return the response of a host; another one is tried where it is lost. Raises RelayError."""
+        if len(chosen) > 1:
             chosen = tuple(rank_hosts(ModelRef(request.request_id, ""), chosen))
         others = rank_hosts(self._ref, set(self._hosts) - set(chosen))
         for host in (*chosen, *others):

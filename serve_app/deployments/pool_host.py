@@ -8,7 +8,7 @@ import faulthandler
 import logging
 import pickle
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from ray import serve
@@ -31,6 +31,7 @@ from serve_app.deployments.replica_process import (
 from serve_app.deployments.uds_transport import UdsServer, socket_path
 from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.request import (
+    Cancel,
     InferenceRequest,
     InferenceResponse,
     OnDone,
@@ -38,8 +39,9 @@ from serve_app.domain.request import (
     ResponseStream,
 )
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
-from serve_app.errors import HandlerFailed, ModelLoading, ModelNotFound, RelayError, Unavailable
+from serve_app.errors import ModelLoading, ModelNotFound, RelayError, Unavailable
 from serve_app.net.private_files import restrict_umask
+from serve_app.runtime.backends import infer, infer_all, run_in_task
 from serve_app.runtime.handler_thread import IDLE_AFTER_S
 from serve_app.runtime.host import malloc
 from serve_app.runtime.pool.leaks import LeakDetector
@@ -121,30 +123,13 @@ class PoolHost:
 
     # Requests
 
-    def _submit(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
+    def _submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         """Start a request from another process; its version is loaded here if it has to be."""
         ref = ModelRef(request.model, request.version or "")
         hosted = self._cache.find(ref, self._find_revision(ref))
         if hosted is not None:
-            return hosted.submit_nowait(request, on_done)
-
-        async def run() -> None:
-            outcome: Response | Exception
-            try:
-                outcome = await self._infer_local(request)
-            except RelayError as error:
-                outcome = error
-            except Exception as error:
-                log.exception("%s failed", request.request_id)
-                outcome = HandlerFailed(f"{type(error).__name__}: {error}")
-            on_done(outcome)
-
-        task = self._start(run())
-
-        def withdraw() -> None:
-            task.cancel()
-
-        return withdraw
+            return hosted.submit(request, on_done)
+        return run_in_task(self._infer_local(request), on_done).cancel
 
     async def _infer_local(self, request: InferenceRequest, revision: str = "") -> Response:
         """Return the response of this host's own version, which is loaded first where it is not."""
@@ -164,13 +149,11 @@ class PoolHost:
     async def infer(self, payload: bytes) -> bytes:
         """Answer pickled requests of another process, as ModelReplica does."""
         requests: list[InferenceRequest] = pickle.loads(payload)
-        return await pickle_responses(
-            await asyncio.gather(*map(self._infer_local, requests), return_exceptions=True)
-        )
+        return await pickle_responses(await infer_all(self._submit, requests))
 
     async def stream(self, request: InferenceRequest) -> AsyncIterator[ResponseChunk | RelayError]:
         """Answer one request as chunks, as ModelReplica does."""
-        async with contextlib.aclosing(stream_chunks(self._infer_local(request))) as chunks:
+        async with contextlib.aclosing(stream_chunks(infer(self._submit, request))) as chunks:
             async for chunk in chunks:
                 yield chunk
 

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from serve_app.dataplane.admitted_request import Submit
 from serve_app.deployments.node_archive import NodeArchive
 from serve_app.deployments.replica_options import drain_timeout
 from serve_app.domain.model import ModelSpec
-from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
+from serve_app.domain.request import Cancel, InferenceRequest, OnDone
 from serve_app.errors import RelayError, StartFailed
+from serve_app.runtime.backends import Backend
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.runtime.batching.row_batcher import create_row_batcher
 from serve_app.runtime.handler_thread import HandlerThread
@@ -28,8 +28,8 @@ from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.running_batches import BatchSlot
 
 
-class PooledVersion:
-    """A version in a host; it is the InferenceBackend of the requests that this process receives.
+class PooledVersion(Backend):
+    """A version in a host; it is the backend of the requests that this process receives.
 
     ``on_hung`` is called with the reason, and with the thread of a handler that hangs: its process must end.
     """
@@ -108,19 +108,9 @@ class PooledVersion:
         """Set this host's share of the version's concurrency limit."""
         self._limit.set_limit(max_concurrent_requests, hosts)
 
-    async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        """Return the response to a request. Raises RelayError."""
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         self.last_used = time.monotonic()
-        return await self._limit.submit(request)
-
-    def find_submit(self) -> Submit:
-        """Return the function that starts a request without a task."""
-        self.last_used = time.monotonic()
-        return self._limit.find_submit()
-
-    def submit_nowait(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
-        """Start a request; ``on_done`` receives its outcome. Returns a function that withdraws it."""
-        return self.find_submit()(request, on_done)
+        return self._limit.submit(request, on_done)
 
     async def close(self) -> None:
         """Answer the admitted requests, and free the model."""

@@ -9,38 +9,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
-from serve_app.dataplane.data_plane import InferenceBackend, RoutingTableReader
+from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.dataplane.prefix_table import PrefixTable, hash_blocks, read_prefix
+from serve_app.deployments.replica_client import RemoteBackend
 from serve_app.deployments.uds_transport import ConnectionLost
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import ModelLoading, ReplicaDied
-
-
-class ReplicaBackend(InferenceBackend, Protocol):
-    """A backend of all replicas of one version, which also reaches each of them."""
-
-    @property
-    def route(self) -> VersionRoute: ...
-
-    async def infer_at(self, replica: str, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        """Return the response of one replica. Raises RelayError, and ConnectionLost where it is dead."""
+from serve_app.runtime.backends import Backend, run_in_task
 
 
 class PrefixRouter:
     """The remote backends of a data plane: those of ``clients``, with a choice by prefix where it is due."""
 
     def __init__(
-        self, reader: RoutingTableReader, clients: Callable[[ModelRef, VersionRoute], ReplicaBackend]
+        self, reader: RoutingTableReader, clients: Callable[[ModelRef, VersionRoute], RemoteBackend]
     ) -> None:
         self._reader = reader
         self._clients = clients
         self._backends: dict[ModelRef, PrefixBackend] = {}
 
-    def __call__(self, ref: ModelRef, route: VersionRoute) -> InferenceBackend:
+    def __call__(self, ref: ModelRef, route: VersionRoute) -> Backend:
         backend = self._clients(ref, route)
         if route.routing != "prefix" or len(route.replica_ids) < 2:
             return backend
@@ -57,16 +48,19 @@ class PrefixRouter:
                 del self._backends[ref]
 
 
-class PrefixBackend:
+class PrefixBackend(Backend):
     """A backend of one version that chooses the replica of each request; ``replicas`` reaches them."""
 
-    def __init__(self, ref: ModelRef, replicas: ReplicaBackend) -> None:
+    def __init__(self, ref: ModelRef, replicas: RemoteBackend) -> None:
         self.replicas = replicas
         self._ref = ref
         self._table = PrefixTable()
         self._in_flight: Counter[str] = Counter()  # requests without a complete response
 
-    async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
+        return run_in_task(self._infer(request), on_done).cancel
+
+    async def _infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         in_flight = {replica: self._in_flight[replica] for replica in self.replicas.route.replica_ids}
         if not in_flight:  # the last one has stopped since the backend was selected
             return await self.replicas.infer(request)

@@ -15,8 +15,9 @@ from typing import Any
 from ray import serve
 
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
-from serve_app.errors import DeadlineExceeded, QueueFull, RelayError, ReplicaDied
+from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
+from serve_app.errors import DeadlineExceeded, QueueFull, ReplicaDied
+from serve_app.runtime.backends import run_in_task
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.interface import RequestBatcher
 
@@ -41,7 +42,7 @@ class RayBatcher(RequestBatcher):
         @serve.batch(max_batch_size=max_batch_size)
         async def run_batch(requests: list[InferenceRequest]) -> list[Any]:
             # An exception in the list is one row's error; raised, it would be every row's.
-            return await batcher.submit_all(requests)
+            return await batcher.infer_all(requests)
 
         self._run_batch = run_batch
         self.configure(max_batch_size=max_batch_size, max_batch_delay=max_batch_delay, queue_size=queue_size)
@@ -76,9 +77,9 @@ class RayBatcher(RequestBatcher):
         """Abandon our batcher, see ``Batcher.abandon``."""
         self._batcher.abandon(failure, rejection_reason)
 
-    async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         if request.priority == "shadow":
-            return await self._batcher.submit(request)
+            return self._batcher.submit(request, on_done)
         if self._pending >= self._queue_size:
             error = QueueFull(
                 self._ref.name, request.version, f"{self._pending} rows wait, job_queue_size allows no more"
@@ -88,25 +89,23 @@ class RayBatcher(RequestBatcher):
         if self._pending:  # an idle model tries; of those before it, one batch runs
             self._batcher.check_deadline(request, max(0, self._pending - self._max_batch_size))
         self._pending += 1
-        try:
-            response = await self._answer(request)
-        finally:
-            self._pending -= 1
-        if isinstance(response, RelayError):
-            raise response
-        return response
+        task = run_in_task(self._answer(request), on_done)
+        task.add_done_callback(self._release)
+        return task.cancel
 
-    async def _answer(self, request: InferenceRequest) -> Any:
+    def _release(self, task: asyncio.Task[Any]) -> None:
+        self._pending -= 1
+
+    async def _answer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         """Return the result of Ray's batch; a row that waits too long fails at its deadline."""
-        if request.deadline is None:
-            return await self._run_batch(request)
         arrived = time.time()
+        timeout = None if request.deadline is None else request.deadline - arrived
         try:
-            return await asyncio.wait_for(self._run_batch(request), request.deadline - arrived)
+            outcome = await asyncio.wait_for(self._run_batch(request), timeout)
         except asyncio.TimeoutError:
             error = DeadlineExceeded(self._ref.name, time.time() - arrived)
             error.retry_after = self.retry_after
-            return error
-
-    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
-        return asyncio.ensure_future(self.submit(request))
+            raise error from None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome

@@ -34,7 +34,7 @@ from serve_app.deployments.replica_process import (
     report_crashes,
     stream_chunks,
 )
-from serve_app.deployments.sequence_router import LocalBackend, LocalReplica, sequence_headers
+from serve_app.deployments.sequence_router import LocalReplica, sequence_headers
 from serve_app.deployments.sharded_replica import RankGroup
 from serve_app.deployments.uds_transport import UdsServer, socket_path
 from serve_app.domain.adapter import AdapterSpec
@@ -123,14 +123,13 @@ class ModelReplica:
         load_time.record(round((time.monotonic() - started_at) * 1000))
         self._concurrency_limit = ConcurrencyLimit(self._batcher, spec.ref)
         self._requests = self._start_capture(self._concurrency_limit)
-        backend = LocalBackend(self._requests.submit, self._requests.find_submit)
-        local = LocalReplica(spec.ref, replica, self._holds_sequence, backend)
+        local = LocalReplica(spec.ref, replica, self._holds_sequence, self._requests)
         self._plane, self._mirror = create_data_plane(
             reader, self._meters, settings, self._management_client.reports, local
         )
         self._management_client.key_limiter = self._plane.key_limiter
         self._access = access_log.access_log(settings)
-        self._uds_server = UdsServer(self._requests.submit_nowait, self._holds_sequence)
+        self._uds_server = UdsServer(self._requests.submit, self._holds_sequence)
         await self._uds_server.open(socket_path(replica))
         self._management_client.before_report = self._update_meters
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
@@ -327,7 +326,7 @@ class ModelReplica:
         requests = pickle.loads(payload)
         self._handle_rows += len(requests)
         try:
-            return await pickle_responses(await self._requests.submit_all(requests))
+            return await pickle_responses(await self._requests.infer_all(requests))
         finally:
             self._handle_rows -= len(requests)
 
@@ -335,7 +334,7 @@ class ModelReplica:
         """Answer one request as chunks or an error; see ``stream_chunks``."""
         self._handle_rows += 1
         try:
-            async with contextlib.aclosing(stream_chunks(self._requests.submit(request))) as chunks:
+            async with contextlib.aclosing(stream_chunks(self._requests.infer(request))) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:

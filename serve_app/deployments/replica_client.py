@@ -12,7 +12,7 @@ import logging
 import pickle
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,16 +21,17 @@ import ray.exceptions
 from ray import serve
 from ray.serve.exceptions import BackPressureError
 
-from serve_app.dataplane.admitted_request import Submit
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.actor_client import ActorClient
 from serve_app.deployments.uds_transport import ConnectionLost, UdsClient, UdsClientPool
 from serve_app.domain.model import ModelRef
 from serve_app.domain.pool import POOLS
 from serve_app.domain.request import (
+    Cancel,
     InferenceRequest,
     InferenceResponse,
     OnDone,
+    Outcome,
     ResponseChunk,
     ResponseStream,
 )
@@ -44,6 +45,7 @@ from serve_app.errors import (
     RelayError,
     ReplicaDied,
 )
+from serve_app.runtime.backends import Backend, run_in_task
 from serve_app.runtime.batching.request_queue import RequestQueue
 from serve_app.settings import Settings
 from serve_app.telemetry import tracing
@@ -80,7 +82,7 @@ class _RowGroup:
     task: asyncio.Task[None] | None = None
 
 
-class RemoteBackend:
+class RemoteBackend(Backend):
     """A backend for the replicas of one version, as this process reaches them.
 
     Rows wait here by priority (see ``runtime/batching/request_queue.py``) while all calls are in flight; a
@@ -113,75 +115,46 @@ class RemoteBackend:
             self._route = route
             self._sockets.retain(route.replica_ids)
 
-    async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        request, span = tracing.begin(request, "transport", "CLIENT")
-        if span is None:
-            return await self._infer(request)
-        with tracing.ended(span):
-            return await self._infer(request)
+    def is_connected(self, replicas: tuple[str, ...]) -> bool:
+        """Return whether every one of ``replicas`` is reached over a socket; connect those that are not."""
+        return self._sockets.least_busy(replicas) is not None
 
-    async def _infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        for attempt in (1, 2):
-            client = self._sockets.least_busy(self._route.replica_ids)
-            if client is None:
-                break
-            try:
-                return await client.infer(request)
-            except ConnectionLost:
-                if not self._route.retries or attempt == 2:
-                    raise ReplicaDied(f"a replica of {self._ref.app} was lost") from None
-            except ModelLoading:
-                break  # it is stopping or being replaced: the handle knows the other replicas
-        return await self._infer_by_handle(request)
+    def submit(self, request: InferenceRequest, on_done: OnDone, replicas: tuple[str, ...] = ()) -> Cancel:
+        """Send a request over a socket where all replicas are connected, else through Ray's handle.
 
-    def find_submit(self, replicas: tuple[str, ...] = ()) -> Submit | None:
-        """Return the function that sends a request over a socket; None unless all replicas are connected.
-
-        Only ``replicas`` are considered where they are given.
+        Only the sockets of ``replicas`` are considered where they are given.
         """
-        client = self._sockets.least_busy(replicas or self._route.replica_ids)
-        return None if client is None else partial(self._submit, client)
-
-    def _submit(self, client: UdsClient, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
-        retry: asyncio.Task[None] | None = None
         request, span = tracing.begin(request, "transport", "CLIENT")
         if span is not None:
             on_done = tracing.end_with(span, on_done)
+        client = self._sockets.least_busy(replicas or self._route.replica_ids)
+        cancel: Cancel
+        if client is None:
+            cancel = run_in_task(self._infer_by_handle(request), on_done).cancel
+        else:
+            cancel = _SocketRequest(self, request, on_done).start(client)
+        return cancel if span is None else partial(_cancel_traced, span, cancel)
 
-        def complete(outcome: InferenceResponse | ResponseStream | Exception) -> None:
-            nonlocal retry
-            if isinstance(outcome, ConnectionLost) and not self._route.retries:
-                on_done(ReplicaDied(f"a replica of {self._ref.app} was lost"))
-            elif isinstance(outcome, ConnectionLost | ModelLoading):  # lost, stopping or being replaced
-                retry = asyncio.get_running_loop().create_task(self._retry(request, on_done))
-                self._tasks.add(retry)  # the event loop keeps only weak references
-                retry.add_done_callback(self._tasks.discard)
-            else:
-                on_done(outcome)
+    @property
+    def retries(self) -> bool:
+        """Whether a request of a lost replica may run again."""
+        return self._route.retries
 
-        withdraw: Callable[[], None] | None = None
-        try:
-            withdraw = client.submit(request, complete)
-        except ConnectionLost as error:
-            complete(error)
+    def lost_error(self) -> ReplicaDied:
+        """Return the error of a request whose replica was lost."""
+        return ReplicaDied(f"a replica of {self._ref.app} was lost")
 
-        def cancel() -> None:
-            if span is not None:
-                tracing.end(span, "caller_left")
-            if retry is not None:
-                retry.cancel()
-            elif withdraw is not None:
-                withdraw()
-
-        return cancel
-
-    async def _retry(self, request: InferenceRequest, on_done: OnDone) -> None:
-        """Send a request once more, in a task."""
-        try:
-            outcome: InferenceResponse | ResponseStream | Exception = await self.infer(request)
-        except Exception as error:
-            outcome = error
-        on_done(outcome)
+    async def infer_again(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+        """Return the response to a request whose first replica was lost, or is stopping or being replaced."""
+        client = self._sockets.least_busy(self._route.replica_ids)
+        if client is not None:
+            try:
+                return await client.infer(request)
+            except ConnectionLost:
+                raise self.lost_error() from None
+            except ModelLoading:
+                pass  # the handle knows the other replicas
+        return await self._infer_by_handle(request)
 
     async def infer_at(self, replica: str, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         """Return the response of one replica.
@@ -375,6 +348,48 @@ class RemoteBackend:
             raise
         except Exception as error:
             raise _to_relay_error(error, self._ref, request) from None
+
+
+class _SocketRequest:
+    """A request over a socket, which runs once more where the replica is lost, stopping or being replaced."""
+
+    __slots__ = ("_backend", "_cancel", "_on_done", "_request")
+
+    def __init__(self, backend: RemoteBackend, request: InferenceRequest, on_done: OnDone) -> None:
+        self._backend = backend
+        self._request = request
+        self._on_done = on_done
+        self._cancel: Cancel | None = None
+
+    def start(self, client: UdsClient) -> Cancel:
+        """Send the request, and return a function that withdraws it."""
+        try:
+            cancel = client.submit(self._request, self._complete)
+        except ConnectionLost as error:
+            self._complete(error)
+        else:
+            self._cancel = self._cancel or cancel
+        return self.cancel
+
+    def cancel(self) -> None:
+        cancel, self._cancel = self._cancel, None
+        if cancel is not None:
+            cancel()
+
+    def _complete(self, outcome: Outcome) -> None:
+        backend = self._backend
+        self._cancel = None  # which refers to this object
+        if isinstance(outcome, ConnectionLost) and not backend.retries:
+            self._on_done(backend.lost_error())
+        elif isinstance(outcome, ConnectionLost | ModelLoading):
+            self._cancel = run_in_task(backend.infer_again(self._request), self._on_done).cancel
+        else:
+            self._on_done(outcome)
+
+
+def _cancel_traced(span: Any, cancel: Cancel) -> None:
+    tracing.end(span, "caller_left")
+    cancel()
 
 
 def _to_stream(pieces: list[ResponseChunk]) -> ResponseStream:

@@ -14,7 +14,7 @@ from serve_app.deployments.control_rpc import ControlClient
 from serve_app.deployments.uds_transport import write_chunks
 from serve_app.domain.request import InferenceResponse, ResponseChunk, ResponseStream
 from serve_app.errors import RelayError
-from serve_app.protocols.http import ray_bypass
+from serve_app.protocols.http.server import ray_bypass
 from serve_app.protocols.http_app import inference_app
 from serve_app.settings import Settings
 from serve_app.telemetry import crash_reports

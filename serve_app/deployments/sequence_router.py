@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from serve_app.dataplane.admitted_request import Submit
-from serve_app.dataplane.data_plane import InferenceBackend, RoutingTableReader
+from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.dataplane.version_router import VersionSelection
 from serve_app.deployments.pool_client import VersionClients
 from serve_app.deployments.uds_transport import ConnectionLost
@@ -26,6 +24,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, Respon
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.domain.sequence_ids import SequenceHeaders
 from serve_app.errors import ModelLoading, RelayError, SequenceLost, TooManySequences
+from serve_app.runtime.backends import Backend, TaskBackend
 from serve_app.settings import Settings
 
 Response = InferenceResponse | ResponseStream
@@ -40,21 +39,7 @@ class LocalReplica:
     ref: ModelRef
     replica: str
     holds: Callable[[str], bool]
-    backend: InferenceBackend
-
-
-class LocalBackend:
-    """A backend of this process: a coroutine function, and ``find_submit`` where it needs no task."""
-
-    __slots__ = ("find_submit", "infer")
-
-    def __init__(
-        self,
-        infer: Callable[[InferenceRequest], Coroutine[Any, Any, Response]],
-        find_submit: Callable[[], Submit | None] = lambda: None,
-    ) -> None:
-        self.infer = infer
-        self.find_submit = find_submit
+    backend: Backend
 
 
 class SequenceRouter:
@@ -80,14 +65,14 @@ class SequenceRouter:
 
     async def __call__(
         self, request: InferenceRequest, selection: VersionSelection
-    ) -> tuple[VersionSelection, InferenceBackend]:
+    ) -> tuple[VersionSelection, Backend]:
         name = names.read_sequence_id(request.headers, self._keys.id)
         version_requested = not selection.routed_by_policy
         selection = selection._replace(routed_by_policy=False)  # a sequence is never copied to a shadow
         row = selection.route
         if not name:
             ref = ModelRef(request.model, row.version)
-            return selection, LocalBackend(partial(self._infer_unnamed, ref, row))
+            return selection, TaskBackend(partial(self._infer_unnamed, ref, row))
         replica = names.replica_of(name)
         is_client_name = not replica
         if is_client_name:
@@ -99,7 +84,7 @@ class SequenceRouter:
                 raise SequenceLost(request.model, name, why)
             selection = VersionSelection(route)
         ref = ModelRef(request.model, route.version)
-        return selection, LocalBackend(partial(self._infer_named, ref, route, replica, name, is_client_name))
+        return selection, TaskBackend(partial(self._infer_named, ref, route, replica, name, is_client_name))
 
     def _row_of(self, model: str, replica: str) -> VersionRoute | None:
         versions = self._reader.table.models[model].versions

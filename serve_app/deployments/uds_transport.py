@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from serve_app.dataplane.admitted_request import Submit
 from serve_app.deployments.uds_frames import (
     FrameConnection,
     Message,
@@ -35,15 +34,19 @@ from serve_app.deployments.uds_frames import (
     encode_response,
 )
 from serve_app.domain.request import (
+    Cancel,
     InferenceRequest,
     InferenceResponse,
     OnDone,
+    Outcome,
     ResponseChunk,
     ResponseStream,
+    Submit,
 )
 from serve_app.errors import RelayError, ReplicaDied
 from serve_app.net.private_files import get_runtime_directory
-from serve_app.runtime.batching.pending_request import Completion, StreamBuffer
+from serve_app.runtime.backends import Backend, infer
+from serve_app.runtime.batching.pending_request import StreamBuffer
 
 _LOST = "the replica was lost in mid-stream"
 _FAULT = "A fault of this server."
@@ -157,7 +160,7 @@ class _ServerConnection(FrameConnection):
     def _start(self, submit: Submit, number: int, request: InferenceRequest) -> None:
         is_answered = False
 
-        def on_done(outcome: InferenceResponse | ResponseStream | Exception) -> None:
+        def on_done(outcome: Outcome) -> None:
             nonlocal is_answered
             is_answered = True
             self._on_response(number, outcome)
@@ -170,7 +173,7 @@ class _ServerConnection(FrameConnection):
         if not is_answered:
             self._withdraw[number] = withdraw
 
-    def _on_response(self, number: int, outcome: InferenceResponse | ResponseStream | Exception) -> None:
+    def _on_response(self, number: int, outcome: Outcome) -> None:
         self._withdraw.pop(number, None)
         if isinstance(outcome, ResponseStream):
             task = asyncio.ensure_future(self._forward_stream(number, outcome))
@@ -215,12 +218,13 @@ async def write_chunks(stream: ResponseStream) -> AsyncIterator[ResponseChunk]:
         head = None
 
 
-class UdsClient:
+class UdsClient(Backend):
     """A client in a gateway, or in a replica that forwards requests."""
 
     def __init__(self, connection: FrameConnection) -> None:
         self._connection = connection
-        self._pending: dict[int, asyncio.Future[Any] | Completion | StreamBuffer] = {}
+        # The callbacks of rows without a response, and the streams that continue.
+        self._pending: dict[int, Callable[[Any], None] | StreamBuffer] = {}
         self._next_number = 0
         self.is_lost = False
         connection.replace_unsendable = self._fail_unsendable
@@ -241,42 +245,23 @@ class UdsClient:
         """Rows that the replica has not answered."""
         return len(self._pending)
 
-    async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        """Return the replica's response. Raises RelayError, and ConnectionLost."""
-        return await self._send_message(encode_request(request))
-
-    def submit(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
-        """Send a request; ``on_done`` receives its outcome, also ConnectionLost.
-
-        Returns a function that withdraws it. Raises ConnectionLost.
-        """
-        number = self._send(encode_request(request), Completion(on_done))
-        return partial(self._cancel, number)
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
+        """Send a request; ``on_done`` receives its outcome, also ConnectionLost. Raises ConnectionLost."""
+        return self._submit(encode_request(request), on_done)
 
     async def holds(self, sequence: str) -> bool:
         """Return whether the replica has the state of this sequence. Raises ConnectionLost."""
-        return await self._send_message(sequence)
+        query: Any = sequence
+        return bool(await infer(self._submit, query))
 
-    def _send(self, message: Any, pending: asyncio.Future[Any] | Completion) -> int:
-        """Send a message, and return the number of its row. Raises ConnectionLost."""
+    def _submit(self, message: Any, on_done: Callable[[Any], None]) -> Cancel:
         if self.is_lost:
             raise ConnectionLost
         number = self._next_number
         self._next_number += 1
-        self._pending[number] = pending
+        self._pending[number] = on_done
         self._connection.send((number, message))
-        return number
-
-    async def _send_message(self, message: Any) -> Any:
-        response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        number = self._send(message, response)
-        try:
-            return await response
-        except asyncio.CancelledError:
-            self._cancel(number)
-            raise
-        finally:
-            del response  # its error's traceback refers to this frame
+        return partial(self._cancel, number)
 
     def close(self) -> None:
         self._task.cancel()
@@ -317,8 +302,8 @@ class UdsClient:
         try:
             if isinstance(row, StreamBuffer):
                 row.finish(error if isinstance(error, RelayError) else ReplicaDied(_LOST))
-            elif row is not None and not row.done():
-                row.set_exception(error)
+            elif row is not None:
+                row(error)
         except Exception:
             log.exception("An error could not be delivered: a fault of this server")
 
@@ -333,15 +318,14 @@ class UdsClient:
             del self._pending[number]
             if isinstance(row, StreamBuffer):
                 row.finish()
-            elif not row.done():
-                row.set_result(result)
+            else:
+                row(result)
             return None
         if not isinstance(row, StreamBuffer):
             assert response.head is not None
             buffer = StreamBuffer(partial(self._cancel, number))
             self._pending[number] = buffer
-            if not row.done():
-                row.set_result(ResponseStream(response.head, buffer))
+            row(ResponseStream(response.head, buffer))
             row = buffer
         if response.last:
             del self._pending[number]

@@ -148,9 +148,14 @@ class ResponseStream:
         self._chunks = _StreamWithStatus(self._chunks, callback)
 
 
-# The callback of a request that runs without a task: it receives the outcome, on the event loop. An exception
-# that is no RelayError is a fault of the server.
-OnDone = Callable[["InferenceResponse | ResponseStream | Exception"], None]
+# The end of a request. An exception that is no RelayError is a fault of the server.
+Outcome = InferenceResponse | ResponseStream | Exception
+# The callback of a request: it receives the outcome, on the event loop.
+OnDone = Callable[[Outcome], None]
+# Withdraws a request; without effect once its callback has received the outcome.
+Cancel = Callable[[], object]
+# The primitive of every backend; see ``runtime/backends.py``.
+Submit = Callable[["InferenceRequest", OnDone], Cancel]
 
 
 class _StreamWithChunks(AsyncIterator[bytes]):

@@ -18,7 +18,6 @@ from serve_app.net.client_address import TrustedProxies, inference_proxies
 from serve_app.net.cross_site import CrossSitePolicy
 from serve_app.protocols import openapi
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
-from serve_app.protocols.http.callback_app import CallbackApp, CallbackRoute
 from serve_app.protocols.http.console_proxy import ConsoleBackend, ConsoleRoutes, ConsoleWebSocket
 from serve_app.protocols.http.exchange import (
     DEFAULT_HEADERS,
@@ -33,15 +32,16 @@ from serve_app.protocols.http.exchange import (
 )
 from serve_app.protocols.http.port_rules import PortRules
 from serve_app.protocols.http.router import Dispatcher, ProtocolRouter
+from serve_app.protocols.http.server.callback_app import CallbackApp, CallbackRoute
 from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.management.metrics import MetricsRoutes, Render
 from serve_app.protocols.openai.embedding_route import EmbeddingRoute
 from serve_app.protocols.openai.inference import OpenAIRoutes
 from serve_app.protocols.openapi.allowed_methods import AllowedMethods
 from serve_app.protocols.openapi.route import OpenAPIRoutes
-from serve_app.protocols.openinference.rest import InferRoute, OpenInferenceRoutes
+from serve_app.protocols.openinference.rest import OpenInferenceRoutes
 from serve_app.protocols.torchserve import errors as torchserve_errors
-from serve_app.protocols.torchserve.inference import InferenceRoutes, PredictionRoute
+from serve_app.protocols.torchserve.inference import InferenceRoutes
 from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.protocols.torchserve.websocket import WebSocketRoutes
 from serve_app.settings import Settings, is_loopback
@@ -241,8 +241,8 @@ def inference_app(
     )
     if shared.callbacks and shared.late_response == "send":
         routes: dict[str, CallbackRoute] = {
-            "predictions": PredictionRoute(first, plane, settings),
-            "v2": InferRoute(open_inference, plane, settings),
+            "predictions": first,
+            "v2": open_inference,
             "v1": EmbeddingRoute(openai, plane, settings),
         }
         app.callback_app = CallbackApp(

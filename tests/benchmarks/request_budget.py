@@ -31,12 +31,12 @@ from rich.table import Table
 from serve_app.dataplane.capture.recorder import CaptureRecorder
 from serve_app.dataplane.capture.tap import CaptureTap
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
-from serve_app.deployments.sequence_router import LocalBackend
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.protocols.http_app import inference_app
+from serve_app.runtime.backends import Backend
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.runtime.handler_thread import HandlerThread
@@ -65,8 +65,7 @@ class Load:
         self._request = request
         self._idle = [self._connect(app) for _ in range(connections)]
         self._wake: asyncio.Future[None] | None = None
-        self.backend: Any = None
-        self.limit: Any = None
+        self.backends: dict[tuple[str, str], Backend] = {}
 
     def _connect(self, app: Any) -> Any:
         load = self
@@ -166,12 +165,12 @@ async def _measure_capture(name: str, connections: int, requests: int, share: fl
         recorder = CaptureRecorder(ref, "", policy, Path(folder), "benchmark")
         differences = []
         async with _loaded(name, connections, True, False) as load:
-            backend, limit = load.backend, load.limit
+            limit = load.backends[ref.name, ref.version]
             await load.run(requests // 10)
             for _ in range(requests // (2 * _TURN)):
                 turns = []
                 for requests_of in (limit, CaptureTap(limit, recorder)):
-                    backend.infer, backend.find_submit = requests_of.submit, requests_of.find_submit
+                    load.backends[ref.name, ref.version] = requests_of
                     before, loop = sum(_thread_seconds().values()), time.thread_time()
                     await load.run(_TURN)
                     loop = time.thread_time() - loop
@@ -225,8 +224,8 @@ async def _loaded(name: str, connections: int, callbacks: bool, key: bool) -> As
             grant = KeyGrant(frozenset(("infer",)), name="benchmark")
             table = replace(table, access=AccessTable({sha256(_KEY.encode()).digest(): grant}))
         reader = RoutingTableReader(table)
-        backend = LocalBackend(limit.submit, limit.find_submit)
-        plane = DataPlane(reader, meters, lambda ref, route: backend, {(spec.name, spec.version): backend})
+        backends: dict[tuple[str, str], Backend] = {(spec.name, spec.version): limit}
+        plane = DataPlane(reader, meters, lambda ref, route: limit, backends)
         access_log = AccessLog(Path(folder, "access.log"))
         app = inference_app(plane, Settings(), meters, access_log)
         head = (
@@ -238,7 +237,7 @@ async def _loaded(name: str, connections: int, callbacks: bool, key: bool) -> As
             gc.collect()
             gc.freeze()  # as replicas do
             load = Load(app, head.encode() + model.body, connections)
-            load.backend, load.limit = backend, limit
+            load.backends = backends
             yield load
         access_log.close()
 

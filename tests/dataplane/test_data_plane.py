@@ -28,9 +28,10 @@ from serve_app.errors import (
     VersionNotFound,
 )
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 
-class Echo:
+class Echo(CoroutineBackend):
     """A target that says which version it is."""
 
     def __init__(self, name: str) -> None:
@@ -40,7 +41,7 @@ class Echo:
         return InferenceResponse(self.name.encode())
 
 
-class Pieces:
+class Pieces(CoroutineBackend):
     async def infer(self, call: InferenceRequest) -> InferenceResponse | ResponseStream:
         async def bodies():
             for piece in (b"a", b"b", b"c"):

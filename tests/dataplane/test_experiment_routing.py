@@ -25,9 +25,10 @@ from serve_app.errors import (
     ReplicaDied,
 )
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 
-class Pieces:
+class Pieces(CoroutineBackend):
     async def infer(self, call: InferenceRequest) -> InferenceResponse | ResponseStream:
         async def bodies():
             for piece in (b"a", b"b", b"c"):
@@ -55,7 +56,7 @@ class TestTrials:
     def plane(self, answer, trial: ActiveSplit = TRIAL) -> DataPlane:
         """``answer`` gives a call's reply, for each version; an error is raised."""
 
-        class Answering:
+        class Answering(CoroutineBackend):
             def __init__(self, version: str) -> None:
                 self.version = version
 

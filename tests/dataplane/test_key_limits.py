@@ -18,6 +18,7 @@ from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 NOON = 20_000 * 86_400.0 + 43_200
 
@@ -262,7 +263,7 @@ def test_a_process_that_ends_keeps_its_requests_of_the_day() -> None:
 
 
 def plane(infer: Any) -> DataPlane:
-    class Backend:
+    class Backend(CoroutineBackend):
         async def infer(self, request: InferenceRequest) -> Any:
             return await infer(request)
 

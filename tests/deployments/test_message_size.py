@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from serve_app.cli.server_process import read_env
-from serve_app.protocols.http import ray_bypass, uvicorn_websocket
+from serve_app.protocols.http.server import ray_bypass, websocket_protocol
 from tests.support.ports import free_port
 from tests.support.server import ROOT
 
@@ -37,7 +37,7 @@ async def nobody(scope: Any, receive: Any, send: Any) -> None:
 
 def test_the_setting_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(uvicorn.config.WS_PROTOCOLS, "auto", uvicorn.config.WS_PROTOCOLS["auto"])
-    monkeypatch.setattr(uvicorn_websocket, "_max_message_size", None)
+    monkeypatch.setattr(websocket_protocol, "_max_message_size", None)
     monkeypatch.setattr(ray_bypass, "_app", None)
     monkeypatch.setattr(http_util, "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CALLBACK)
 

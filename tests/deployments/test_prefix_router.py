@@ -19,6 +19,7 @@ from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRout
 from serve_app.errors import ModelLoading, ReplicaDied
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 REF = ModelRef("m", "1")
 
@@ -29,7 +30,7 @@ class ReplicaSocket:
     def __init__(self, name: str) -> None:
         self.name = name
         self._batcher = Batcher(self._run, REF, Meters())
-        self._server = UdsServer(self._batcher.submit_nowait, lambda name: False)
+        self._server = UdsServer(self._batcher.submit, lambda name: False)
 
     async def open(self) -> ReplicaSocket:
         await self._server.open(socket_path(self.name))
@@ -45,7 +46,7 @@ class ReplicaSocket:
         await self._batcher.close()
 
 
-class SocketBackend:
+class SocketBackend(CoroutineBackend):
     """A backend of the replicas of one version, over their sockets alone."""
 
     def __init__(self, route: VersionRoute) -> None:

@@ -24,6 +24,7 @@ from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 KEYS = SequenceHeaders("seq", "seq-start", "seq-end")
 WHOLE = TrafficPolicy()
@@ -32,7 +33,7 @@ HALVES = TrafficPolicy(
 )
 
 
-class Replica:
+class Replica(CoroutineBackend):
     """Answers each call of a sequence with its own name and how many there were."""
 
     def __init__(self, name: str, version: str = "1", most: int = 99) -> None:
@@ -46,14 +47,14 @@ class Replica:
             name,
             SequenceOptions(KEYS, max_sequences=most, queue_size=64, max_idle=60),
         )
-        self._server = UdsServer(self.sequences.submit_nowait, self.sequences.holds)
+        self._server = UdsServer(self.sequences.submit, self.sequences.holds)
 
     async def open(self) -> Replica:
         await self._server.open(socket_path(self.name))
         return self
 
     async def infer(self, request: InferenceRequest) -> InferenceResponse:
-        return await self.sequences.submit(request)
+        return await self.sequences.infer(request)
 
     def _run(self, requests, emit):
         answers = []
@@ -80,7 +81,7 @@ class Replica:
         await self.sequences.close()
 
 
-class Ways:
+class Ways(CoroutineBackend):
     """The targets of a process: over sockets alone."""
 
     def __init__(self) -> None:

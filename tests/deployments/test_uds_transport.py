@@ -62,7 +62,7 @@ def over_a_socket(tmp_path: Path, check, queue_size: int = 100, max_batch_size: 
             queue_size=queue_size,
             retries=False,
         )
-        server = UdsServer(batcher.submit_nowait)
+        server = UdsServer(batcher.submit)
         path = tmp_path / "r.sock"
         await server.open(path)
         client = await UdsClient.connect(path)
@@ -185,7 +185,7 @@ def test_a_stream_whose_replica_is_lost_ends_in_an_error(tmp_path: Path) -> None
 
     async def main() -> None:
         batcher = Batcher(half, ModelRef("m", "1"), Meters())
-        server = UdsServer(batcher.submit_nowait)
+        server = UdsServer(batcher.submit)
         await server.open(tmp_path / "s.sock")
         client = await UdsClient.connect(tmp_path / "s.sock")
         stream = await client.infer(make_request(b"x"))
@@ -206,7 +206,7 @@ def test_sockets_are_used_only_when_every_replica_is_within_reach(tmp_path: Path
 
     async def main() -> None:
         batcher = Batcher(handler, ModelRef("m", "1"), Meters())
-        server = UdsServer(batcher.submit_nowait)
+        server = UdsServer(batcher.submit)
         await server.open(socket_path("here"))
         transfers = UdsClientPool()
         assert transfers.least_busy(()) is None

@@ -76,7 +76,7 @@ def served(make_runner):
 
 async def hold(made):
     """Run until another row was prepared beside this batch."""
-    held = asyncio.ensure_future(made.submit(make_request("hold")))
+    held = asyncio.ensure_future(made.infer(make_request("hold")))
     assert await asyncio.to_thread(made.handler.busy.wait, 60)
     return held
 
@@ -95,7 +95,7 @@ def test_rows_are_prepared_while_the_batch_before_them_runs(served):
     async def scenario():
         made = served(max_batch_size=2)
         holding = await hold(made)
-        behind = [asyncio.ensure_future(made.submit(make_request(number))) for number in (1, 2, 3)]
+        behind = [asyncio.ensure_future(made.infer(make_request(number))) for number in (1, 2, 3)]
         assert (await holding).body == b"held"
         assert [answer(reply)["number"] for reply in await asyncio.gather(*behind)] == [2, 4, 6]
         assert answer(behind[0].result())["by"] == "prepare"
@@ -107,7 +107,7 @@ def test_rows_are_prepared_while_the_batch_before_them_runs(served):
 def test_a_row_that_cannot_be_prepared_fails_alone(served):
     async def scenario():
         made = served(max_batch_size=4)
-        rows = [made.submit(make_request(value)) for value in (1, "wrong", 3, "broken")]
+        rows = [made.infer(make_request(value)) for value in (1, "wrong", 3, "broken")]
         first, wrong, third, broken = await asyncio.gather(*rows, return_exceptions=True)
         assert answer(first)["number"] == 2 and answer(third)["number"] == 6
         assert isinstance(wrong, HandlerRejected) and wrong.code == 400
@@ -122,7 +122,7 @@ def test_no_more_rows_are_prepared_than_the_next_two_batches_take(served):
         made = served(max_batch_size=2, queue_size=50)
         prepare = made._prepare
         made._prepare = lambda request: future.append(request) or prepare(request)
-        rows = [asyncio.ensure_future(made.submit(make_request(number))) for number in range(20)]
+        rows = [asyncio.ensure_future(made.infer(make_request(number))) for number in range(20)]
         await asyncio.sleep(0)
         assert len(future) == 4
         assert [answer(reply)["number"] for reply in await asyncio.gather(*rows)] == [
@@ -137,10 +137,10 @@ def test_a_caller_that_leaves_takes_its_row_out(served):
     async def scenario():
         made = served(max_batch_size=1)
         holding = await hold(made)
-        leaving = asyncio.ensure_future(made.submit(make_request(1)))
+        leaving = asyncio.ensure_future(made.infer(make_request(1)))
         await asyncio.sleep(0)
         leaving.cancel()
-        staying = asyncio.ensure_future(made.submit(make_request(2)))
+        staying = asyncio.ensure_future(made.infer(make_request(2)))
         await holding
         assert answer(await staying)["number"] == 4
         assert made.pending == 0
@@ -153,9 +153,9 @@ def test_with_tickets_a_busy_model_takes_no_row(served):
         made = served(max_batch_size=1, use_job_ticket=True)
         holding = await hold(made)
         with pytest.raises(QueueFull, match="no worker"):
-            await made.submit(make_request(1))
+            await made.infer(make_request(1))
         made._prepare(make_request(1))  # lets the held batch go
         await holding
-        assert answer(await made.submit(make_request(1)))["number"] == 2
+        assert answer(await made.infer(make_request(1)))["number"] == 2
 
     asyncio.run(scenario())

@@ -25,6 +25,7 @@ from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRout
 from serve_app.protocols.http_app import build_replayer, inference_app
 from serve_app.settings import Settings, load
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 ASYNC = {"prefer": "respond-async"}
 
@@ -39,7 +40,7 @@ def build_table(*models: str, access: AccessTable | None = None) -> RoutingTable
     )
 
 
-class RecordingBackend:
+class RecordingBackend(CoroutineBackend):
     """A backend that answers with a function, and appends its requests to a list."""
 
     def __init__(self, infer: Any, requests: list[InferenceRequest]) -> None:

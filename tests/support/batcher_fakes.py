@@ -60,14 +60,14 @@ def create_batcher(run, **settings):
 
 async def submit_and_gather(batcher, *rows):
     return await asyncio.gather(
-        *(batcher.submit(row if isinstance(row, InferenceRequest) else make_request(row)) for row in rows),
+        *(batcher.infer(row if isinstance(row, InferenceRequest) else make_request(row)) for row in rows),
         return_exceptions=True,
     )
 
 
 def start_submits(batcher, *rows):
     return [
-        asyncio.ensure_future(batcher.submit(row if isinstance(row, InferenceRequest) else make_request(row)))
+        asyncio.ensure_future(batcher.infer(row if isinstance(row, InferenceRequest) else make_request(row)))
         for row in rows
     ]
 

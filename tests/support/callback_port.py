@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
-from serve_app.deployments.sequence_router import LocalBackend
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
@@ -40,9 +39,8 @@ class Port:
         limit = ConcurrencyLimit(self.batcher, ref)
         models = {"m": ModelRoute("1.0", {"1.0": ROUTE})}
         self.reader = RoutingTableReader(table or RoutingTable(1, models, True))
-        backend = LocalBackend(limit.submit, limit.find_submit)
         self.plane = DataPlane(
-            self.reader, self.meters, lambda ref, route: None, {(ref.name, ref.version): backend}
+            self.reader, self.meters, lambda ref, route: None, {(ref.name, ref.version): limit}
         )
         self.app = inference_app(
             self.plane, Settings(inference=InferenceSettings(**settings)), self.meters, self.log

@@ -9,7 +9,6 @@ from typing import Any
 
 from serve_app.control.api import ControlAPI
 from serve_app.control.archive_ingestion import ArchiveIngestor
-from serve_app.dataplane.admitted_request import Submit
 from serve_app.domain.audit import AuditQuery
 from serve_app.domain.model import (
     EventQuery,
@@ -21,7 +20,7 @@ from serve_app.domain.model import (
     ScalingProgress,
     VersionDescription,
 )
-from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
+from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import (
@@ -32,6 +31,7 @@ from serve_app.errors import (
     VersionNotFound,
 )
 from serve_app.protocols.http_app import ASGIApp
+from serve_app.runtime.backends import Backend, run_in_task
 from serve_app.telemetry.audit_log import get_actor
 
 Infer = Callable[[InferenceRequest], Awaitable["InferenceResponse | ResponseStream"]]
@@ -136,7 +136,7 @@ async def _send_request(
     return response
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     """A backend that answers with a function, and records its requests."""
 
     def __init__(self, infer: Infer) -> None:
@@ -148,26 +148,9 @@ class FakeBackend:
         self.ref = ref
         return self
 
-    async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         self.requests.append(request)
-        return await self._infer(request)
-
-    def find_submit(self) -> Submit:
-        return self._submit
-
-    def _submit(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
-        async def run() -> None:
-            try:
-                on_done(await self.infer(request))
-            except Exception as error:
-                on_done(error)
-
-        task = asyncio.get_running_loop().create_task(run())
-
-        def withdraw() -> None:
-            task.cancel()
-
-        return withdraw
+        return run_in_task(self._infer(request), on_done).cancel
 
 
 async def echo(request: InferenceRequest) -> InferenceResponse:

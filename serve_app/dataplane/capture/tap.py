@@ -5,55 +5,32 @@ It lies in front of the batcher, so a request is captured once, by the replica t
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from serve_app.dataplane.capture.recorder import MAX_QUEUED_BYTES, CaptureRecorder
-from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
+from serve_app.domain.request import Cancel, InferenceRequest, OnDone, Outcome, ResponseStream
+from serve_app.runtime.backends import Backend
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
-from serve_app.runtime.batching.interface import FutureBatcher
 
 
-class CaptureTap(FutureBatcher):
-    """A batcher's interface that offers answered requests to a recorder."""
+class CaptureTap(Backend):
+    """A backend that offers answered requests to a recorder."""
 
     def __init__(self, limit: ConcurrencyLimit, recorder: CaptureRecorder) -> None:
         self._limit = limit
         self._recorder = recorder
 
-    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
-        future = self._limit.enqueue(request)
-        if self._recorder.wants(request):
-            if future.done():  # its callback would run after the client has the stream
-                self._record_future(request, future)
-            else:
-                future.add_done_callback(partial(self._record_future, request))
-        return future
-
-    def find_submit(self) -> Callable[[InferenceRequest, OnDone], Callable[[], None]]:
-        return self.submit_nowait
-
-    def submit_nowait(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         if not self._recorder.wants(request):
-            return self._limit.submit_nowait(request, on_done)
+            return self._limit.submit(request, on_done)
 
-        def complete(outcome: InferenceResponse | ResponseStream | Exception) -> None:
+        def complete(outcome: Outcome) -> None:
             self._record(request, outcome)
             on_done(outcome)
 
-        return self._limit.submit_nowait(request, complete)
+        return self._limit.submit(request, complete)
 
-    def _record_future(
-        self, request: InferenceRequest, future: asyncio.Future[InferenceResponse | ResponseStream]
-    ) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self._record(request, future.result())
-
-    def _record(
-        self, request: InferenceRequest, outcome: InferenceResponse | ResponseStream | Exception
-    ) -> None:
+    def _record(self, request: InferenceRequest, outcome: Outcome) -> None:
         if isinstance(outcome, ResponseStream):
             _StreamCapture(self._recorder, request, outcome)
         elif not isinstance(outcome, Exception):

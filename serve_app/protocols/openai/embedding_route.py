@@ -1,4 +1,4 @@
-"""Embeddings of one text in steps that do not wait; see ``callback_app.py``."""
+"""Embeddings of one text in steps that do not wait; see ``server/callback_app.py``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EmbeddingRoute:
         auth.authorize(self._plane.access, exchange, "infer")
         return exchange.grant is None
 
-    def build_request(self, exchange: HttpExchange, body: bytes) -> InferenceRequest | None:
+    def parse(self, exchange: HttpExchange, body: bytes) -> InferenceRequest | None:
         document = parse_object(body)
         model, version = self._routes.authorize_model(exchange, document)
         request = embeddings.parse_request(document)

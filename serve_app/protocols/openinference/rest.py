@@ -60,11 +60,9 @@ class OpenInferenceRoutes:
     async def handle(self, exchange: HttpExchange) -> None:
         if exchange.method == "OPTIONS":
             return await exchange.send_response(204, [], b"")
+        if _resolve_inference(exchange):
+            return await self._infer(exchange)
         match exchange.segments[1:]:
-            case ["models", model, "infer"]:
-                await self._infer(exchange, model, None)
-            case ["models", model, "versions", version, "infer"]:
-                await self._infer(exchange, model, version)
             case []:
                 _require_method(exchange, "GET")
                 await _send_json(exchange, metadata.describe_server())
@@ -99,27 +97,23 @@ class OpenInferenceRoutes:
             case _:
                 raise ResourceNotFound()
 
-    async def _infer(self, exchange: HttpExchange, model: str, version: str | None) -> None:
-        exchange.model, exchange.version = model, version or ""
+    async def _infer(self, exchange: HttpExchange) -> None:
         _require_method(exchange, "POST")
-        auth.authorize(self._plane.access, exchange, "infer")
-        auth.require_model(exchange, model)
-        headers = exchange.headers
+        self._authorize(exchange)
+        headers, model, version = exchange.headers, exchange.model, exchange.version or None
         if "prefer" in headers and await self._async.intercept(exchange, model, version):
             return
-        json_length = headers.get(binary_codec.JSON_LENGTH_HEADER)
         body = await (
             self._read_body(exchange) if "content-encoding" in headers else exchange.read_body(self._limit)
         )
-        if json_length == "0":
+        if headers.get(binary_codec.JSON_LENGTH_HEADER) == "0":
             signature = self._plane.describe(model, version).signature
             inference = binary_codec.parse_raw_request(model, version, body, signature)
+            request = self._build_request(exchange, inference)
         elif len(body) <= large_body.LARGE_BODY_BYTES:  # most requests: no await
-            inference = binary_codec.parse_request(model, version, body, json_length)
+            request = self.parse(exchange, body)
         else:
-            parse = binary_codec.parse_request
-            inference = await large_body.parse_body(body, parse, model, version, body, json_length)
-        request = self.build_request(exchange, inference)
+            request = await large_body.parse_body(body, self.parse, exchange, body)
         disconnect_check = exchange.cancel_on_disconnect()
         try:
             response = await self._run_inference(exchange, request)
@@ -129,7 +123,29 @@ class OpenInferenceRoutes:
             disconnect_check.cancel()
         await self._send_inference(exchange, response)
 
-    def build_request(
+    def _authorize(self, exchange: HttpExchange) -> None:
+        auth.authorize(self._plane.access, exchange, "infer")
+        auth.require_model(exchange, exchange.model)
+
+    # Inference in steps that do not wait; see ``server/callback_app.py``.
+
+    def authorize(self, exchange: HttpExchange) -> bool:
+        headers = exchange.headers
+        if (
+            not _resolve_inference(exchange)
+            or "content-encoding" in headers
+            or headers.get(binary_codec.JSON_LENGTH_HEADER) == "0"
+        ):
+            return False
+        self._authorize(exchange)
+        return True
+
+    def parse(self, exchange: HttpExchange, body: bytes) -> InferenceRequest:
+        length = exchange.headers.get(binary_codec.JSON_LENGTH_HEADER)
+        inference = binary_codec.parse_request(exchange.model, exchange.version or None, body, length)
+        return self._build_request(exchange, inference)
+
+    def _build_request(
         self, exchange: HttpExchange, inference: conversion.ParsedInference
     ) -> InferenceRequest:
         """Return the request of a parsed inference, which the exchange keeps for the response."""
@@ -140,7 +156,16 @@ class OpenInferenceRoutes:
             inference, exchange.request_id, headers, self._runtime, deadline, priority
         )
 
-    def render(self, exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
+    def render(
+        self, exchange: HttpExchange, response: InferenceResponse
+    ) -> tuple[int, Headers, bytes] | None:
+        rendered = self._render(exchange, response)
+        return None if select_coding(exchange, rendered[2]) else rendered
+
+    def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
+        return errors.render_error(exchange, error, shown=self._shown)
+
+    def _render(self, exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
         """Return status, headers and body of an inference's response, uncompressed. Raises RelayError."""
         body, json_size = binary_codec.encode_response(
             exchange.parsed, exchange.model, response, self._nullify
@@ -166,7 +191,7 @@ class OpenInferenceRoutes:
         await self._send_inference(exchange, response)
 
     async def _send_inference(self, exchange: HttpExchange, response: InferenceResponse) -> None:
-        status, headers, body = self.render(exchange, response)
+        status, headers, body = self._render(exchange, response)
         if coding := select_coding(exchange, body):
             body = await compression.compress(body, coding)
             headers.append((b"content-encoding", coding.encode()))
@@ -291,45 +316,16 @@ class OpenInferenceRoutes:
         return self._control
 
 
-class InferRoute:
-    """The routes ``infer`` of models and versions in steps that do not wait; see ``callback_app.py``."""
-
-    def __init__(self, routes: OpenInferenceRoutes, plane: DataPlane, settings: Settings) -> None:
-        self._routes = routes
-        self._plane = plane
-        self._shown = settings.inference.handler_errors
-
-    def authorize(self, exchange: HttpExchange) -> bool:
-        match exchange.segments:
-            case ["v2", "models", model, "infer"]:
-                exchange.model = model
-            case ["v2", "models", model, "versions", version, "infer"]:
-                exchange.model, exchange.version = model, version
-            case _:
-                return False
-        headers = exchange.headers
-        if "content-encoding" in headers or headers.get(binary_codec.JSON_LENGTH_HEADER) == "0":
+def _resolve_inference(exchange: HttpExchange) -> bool:
+    """Set the model and version of an inference; return False for other paths."""
+    match exchange.segments:
+        case ["v2", "models", model, "infer"]:
+            exchange.model, exchange.version = model, ""
+        case ["v2", "models", model, "versions", version, "infer"]:
+            exchange.model, exchange.version = model, version
+        case _:
             return False
-        auth.authorize(self._plane.access, exchange, "infer")
-        auth.require_model(exchange, exchange.model)
-        return True
-
-    def build_request(self, exchange: HttpExchange, body: bytes) -> InferenceRequest:
-        length = exchange.headers.get(binary_codec.JSON_LENGTH_HEADER)
-        inference = binary_codec.parse_request(exchange.model, exchange.version or None, body, length)
-        return self._routes.build_request(exchange, inference)
-
-    def render(
-        self, exchange: HttpExchange, response: InferenceResponse
-    ) -> tuple[int, Headers, bytes] | None:
-        rendered = self._routes.render(exchange, response)
-        return None if select_coding(exchange, rendered[2]) else rendered
-
-    def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
-        return errors.render_error(exchange, error, shown=self._shown)
-
-    async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
-        await self._routes.send(exchange, response)
+    return True
 
 
 def select_coding(exchange: HttpExchange, body: bytes) -> str | None:

@@ -242,6 +242,34 @@ class InferenceRoutes:
         finally:
             disconnect_check.cancel()
 
+    # Predictions in steps that do not wait; see ``server/callback_app.py``.
+
+    def authorize(self, exchange: HttpExchange) -> bool:
+        segments = exchange.segments
+        if len(segments) < 2:
+            return False
+        auth.authorize(self._plane.access, exchange, "infer")
+        exchange.model, exchange.version = segments[1], segments[2] if len(segments) > 2 else ""
+        auth.require_model(exchange, segments[1])
+        return True
+
+    def parse(self, exchange: HttpExchange, body: bytes) -> InferenceRequest:
+        segments, headers = exchange.segments, exchange.headers
+        headers["url_path"] = "/".join(segments[3:])
+        inputs = form_data.parse_body(headers.get("content-type"), body, self._max_form_fields)
+        version = segments[2] if len(segments) > 2 else None
+        return _build_request(exchange, segments[1], version, inputs, "predict")
+
+    def render(self, exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
+        """Return status, headers and body of a model's response."""
+        headers = build_response_headers(response)
+        if response.headers:
+            exchange.override_defaults(headers)
+        return errors.clamp_status(response.status), headers, response.body
+
+    def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
+        return errors.render_error(exchange, error, self._handler_errors)
+
     async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
         """Send a response until its client disconnects."""
         disconnect_check = exchange.cancel_on_disconnect()
@@ -264,7 +292,7 @@ class InferenceRoutes:
             exchange.version = response.version
             if exchange.headers.get("accept") == EVENT_STREAM and response.content_type != EVENT_STREAM:
                 return await self._send_events(exchange, ResponseStream(response, _one_chunk(response.body)))
-            await exchange.send_response(*render(exchange, response))
+            await exchange.send_response(*self.render(exchange, response))
 
     async def _send_events(self, exchange: HttpExchange, stream: ResponseStream) -> None:
         """Send server-sent events, to a client whose header Accept names them."""
@@ -327,49 +355,6 @@ class InferenceRoutes:
         if len(exchange.segments) > 1:
             raise ResourceNotFound()
         await errors.send_json(exchange, self._api_document)
-
-
-class PredictionRoute:
-    """The route ``/predictions/{model}[/{version}]`` in steps that do not wait; see ``callback_app.py``."""
-
-    def __init__(self, routes: InferenceRoutes, plane: DataPlane, settings: Settings) -> None:
-        self._routes = routes
-        self._plane = plane
-        self._max_form_fields = settings.inference.max_form_fields
-        self._handler_errors = settings.inference.handler_errors
-
-    def authorize(self, exchange: HttpExchange) -> bool:
-        segments = exchange.segments
-        if len(segments) < 2:
-            return False
-        auth.authorize(self._plane.access, exchange, "infer")
-        exchange.model, exchange.version = segments[1], segments[2] if len(segments) > 2 else ""
-        auth.require_model(exchange, segments[1])
-        return True
-
-    def build_request(self, exchange: HttpExchange, body: bytes) -> InferenceRequest:
-        segments, headers = exchange.segments, exchange.headers
-        headers["url_path"] = "/".join(segments[3:])
-        inputs = form_data.parse_body(headers.get("content-type"), body, self._max_form_fields)
-        version = segments[2] if len(segments) > 2 else None
-        return _build_request(exchange, segments[1], version, inputs, "predict")
-
-    def render(self, exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
-        return render(exchange, response)
-
-    def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
-        return errors.render_error(exchange, error, self._handler_errors)
-
-    async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
-        await self._routes.send(exchange, response)
-
-
-def render(exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
-    """Return status, headers and body of a model's response."""
-    headers = build_response_headers(response)
-    if response.headers:
-        exchange.override_defaults(headers)
-    return errors.clamp_status(response.status), headers, response.body
 
 
 def _build_request(

@@ -11,17 +11,18 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import EllipsisType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from serve_app.domain import tensors
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
+from serve_app.domain.request import Cancel, InferenceRequest, OnDone
 from serve_app.domain.signature import Signature
 from serve_app.errors import DeadlineExceeded, ModelLoading, QueueFull, ReplicaDied, ResponseTimeout
 from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.latency_model import BatchLatencyModel
-from serve_app.runtime.batching.pending_request import Completion, PendingRequest
+from serve_app.runtime.batching.pending_request import PendingRequest
 from serve_app.runtime.batching.request_queue import RequestQueue
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.telemetry.metrics import Meters
@@ -84,30 +85,14 @@ class AdmissionControl(RequestBatcher, Generic[R]):
             return len(requests)
         return sum(tensors.count_rows(request.inputs, self._signature) for request in requests)
 
-    async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        row = self._admit(request, None)  # without the callback of enqueue, which costs a turn of the loop
-        try:
-            assert isinstance(row.future, asyncio.Future)
-            return await row.future
-        except asyncio.CancelledError:
-            self._on_disconnect(row)
-            raise
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
+        return partial(self._withdraw, self._admit(request, on_done))
 
-    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
-        row = self._admit(request, None)
-        future = row.future
-        assert isinstance(future, asyncio.Future)
-        future.add_done_callback(lambda future: self._on_disconnect(row) if future.cancelled() else None)
-        return future
-
-    def submit_nowait(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
-        row = self._admit(request, Completion(on_done))
-
-        def withdraw() -> None:
-            row.future.cancel()
-            self._on_disconnect(row)
-
-        return withdraw
+    def _withdraw(self, row: R) -> None:
+        """Discard the row of a client that disconnected before it had an outcome."""
+        if row.on_done is not None:
+            row.on_done = None
+            self._discard(row)
 
     async def close(self) -> None:
         """Refuse new rows, answer the admitted ones, then end the handler thread."""
@@ -119,11 +104,8 @@ class AdmissionControl(RequestBatcher, Generic[R]):
         self.handler_thread.shutdown(wait=False)
 
     @abstractmethod
-    def _admit(self, request: InferenceRequest, completion: Completion | None) -> R:
-        """Return the row of an admitted request, with a future unless ``completion`` is given.
-
-        Raises RelayError.
-        """
+    def _admit(self, request: InferenceRequest, on_done: OnDone) -> R:
+        """Return the row of an admitted request. Raises RelayError."""
 
     @abstractmethod
     def _discard(self, row: R) -> None:
@@ -151,12 +133,9 @@ class AdmissionControl(RequestBatcher, Generic[R]):
         return error
 
     def _on_disconnect(self, row: R) -> None:
-        """Discard the row of a client that disconnected."""
+        """Discard the row of a stream whose client disconnected."""
         if row.stream is not None:
             row.stream.finish()
-        elif row.future.done() and not row.future.cancelled():
-            # The response came as the client disconnected, so its exception is not read.
-            row.future.exception()
         self._discard(row)
 
     def _notify_if_drained(self) -> None:
@@ -268,7 +247,7 @@ class QueuedAdmissionControl(AdmissionControl[R]):
     def _on_enqueued(self, row: R) -> None:
         """Handle a row that has just entered the queue."""
 
-    def _admit(self, request: InferenceRequest, completion: Completion | None) -> R:
+    def _admit(self, request: InferenceRequest, on_done: OnDone) -> R:
         if self._rejection_reason:
             raise self._loading_error(request)
         queue = self._queue
@@ -288,11 +267,10 @@ class QueuedAdmissionControl(AdmissionControl[R]):
             evicted.resolve(
                 self._queue_full_error(evicted.request, f"{waiting} rows wait, and a more urgent one came")
             )
-        loop = self._loop
-        if loop is None:
-            loop = self._loop = asyncio.get_running_loop()
-            self._timer = self._timer or loop.call_later
-        row: R = self.row_type(request, completion or loop.create_future(), self._clock())
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._timer = self._timer or self._loop.call_later
+        row: R = self.row_type(request, on_done, self._clock())
         if request.deadline is not None:
             assert self._timer is not None
             row.expiry = self._timer(request.deadline - time.time(), self._expire, row)

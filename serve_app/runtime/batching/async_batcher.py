@@ -17,10 +17,10 @@ from math import ceil
 from typing import Any
 
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, Timings
+from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, Timings
 from serve_app.errors import DeadlineExceeded, HandlerFailed, RelayError, ReplicaDied, ResponseTimeout
 from serve_app.runtime.batching.admission_control import MAX_SHADOWS, AdmissionControl
-from serve_app.runtime.batching.pending_request import Completion, Emit, PendingRequest, with_timings
+from serve_app.runtime.batching.pending_request import Emit, PendingRequest, with_timings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
@@ -93,7 +93,7 @@ class AsyncBatcher(AdmissionControl[_AsyncRow]):
     def _idle(self) -> bool:
         return not self._rows
 
-    def _admit(self, request: InferenceRequest, completion: Completion | None) -> _AsyncRow:
+    def _admit(self, request: InferenceRequest, on_done: OnDone) -> _AsyncRow:
         if self._rejection_reason:
             raise self._loading_error(request)
         shadow = request.priority == "shadow"
@@ -106,7 +106,7 @@ class AsyncBatcher(AdmissionControl[_AsyncRow]):
         if request.expired:
             raise DeadlineExceeded(self._ref.name, 0.0)
         loop = self._loop = self._loop or asyncio.get_running_loop()
-        row = _AsyncRow(request, completion or loop.create_future(), self._clock())
+        row = _AsyncRow(request, on_done, self._clock())
         self._rows.add(row)
         self._shadows += shadow
         limits = [self._response_timeout] if self._response_timeout > 0 else []
@@ -124,7 +124,7 @@ class AsyncBatcher(AdmissionControl[_AsyncRow]):
     # On the handler loop
 
     def _spawn(self, row: _AsyncRow) -> None:
-        if row.future.done():
+        if row.is_done:
             self._call_on_loop(self._finish, row, None)
         else:
             row.task = self._handler_loop.create_task(self._run_row(row))

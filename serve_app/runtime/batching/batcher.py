@@ -187,7 +187,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
             self._schedule_start()
 
     def _expire(self, row: _QueuedRow) -> None:
-        if not row.future.done():
+        if not row.is_done:
             super()._expire(row)
 
     def _discard(self, row: _QueuedRow) -> None:
@@ -248,7 +248,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
 
     def _append_batch(self, rows: list[_QueuedRow], started: list[_Batch]) -> None:
         """Make a batch of those ``rows`` that still have a waiting caller."""
-        rows = [row for row in rows if not row.future.done()]
+        rows = [row for row in rows if not row.is_done]
         if not rows:
             return
         batch = _Batch(rows, len(rows))
@@ -331,7 +331,7 @@ class Batcher(QueuedAdmissionControl[_QueuedRow]):
 
     def _is_wanted(self, row: _QueuedRow, responses: _Responses) -> bool:
         """Return whether a caller still waits for the row; checked just before the run."""
-        if row.future.done():
+        if row.is_done:
             return False
         if row.request.expired:
             responses.append((row, self._deadline_error(row)))

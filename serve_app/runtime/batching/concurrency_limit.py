@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, OnDone, ResponseStream
-from serve_app.errors import QuotaExceeded
-from serve_app.runtime.batching.interface import FutureBatcher, RequestBatcher
+from serve_app.domain.request import Cancel, InferenceRequest, OnDone, Outcome, ResponseStream
+from serve_app.errors import QuotaExceeded, RelayError
+from serve_app.runtime.backends import Backend
+from serve_app.runtime.batching.interface import RequestBatcher
 
 
-class ConcurrencyLimit(FutureBatcher):
-    """A batcher's interface that admits its share of a version's limit, and raises QuotaExceeded beyond it.
+class ConcurrencyLimit(Backend):
+    """A backend that admits its share of a version's limit, and raises QuotaExceeded beyond it.
 
     Every path into the replica leads through here, so the replicas together keep the limit. A request counts
     while it waits and runs, a stream until it ends; shadows never count. The limit is divided evenly among
@@ -31,58 +29,49 @@ class ConcurrencyLimit(FutureBatcher):
         self._limit = limit
         self._replica_limit = max(1, limit // max(1, replicas)) if limit else 0
 
-    async def submit(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        if not self._replica_limit:
-            return await self._batcher.submit(request)
-        return await super().submit(request)
-
-    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         if not self._replica_limit or request.priority == "shadow":
-            return self._batcher.enqueue(request)
-        self._check()
-        future = self._batcher.enqueue(request)
-        self._active += 1
-        future.add_done_callback(self._release_after)
-        return future
-
-    def find_submit(self) -> Callable[[InferenceRequest, OnDone], Callable[[], None]]:
-        """Return ``submit_nowait``, or the batcher's where there is no limit."""
-        return self.submit_nowait if self._replica_limit else self._batcher.submit_nowait
-
-    def submit_nowait(self, request: InferenceRequest, on_done: OnDone) -> Callable[[], None]:
-        if not self._replica_limit or request.priority == "shadow":
-            return self._batcher.submit_nowait(request, on_done)
-        self._check()
-
-        def complete(outcome: InferenceResponse | ResponseStream | Exception) -> None:
-            if isinstance(outcome, ResponseStream):
-                outcome.add_done_callback(self._release)
-            else:
-                self._release()
-            on_done(outcome)
-
-        withdraw = self._batcher.submit_nowait(request, complete)
-        self._active += 1
-
-        def release() -> None:
-            withdraw()
-            self._release()
-
-        return release
-
-    def _check(self) -> None:
-        """Raise QuotaExceeded where no further request may run."""
+            return self._batcher.submit(request, on_done)
         if self._active >= self._replica_limit:
             error = QuotaExceeded(self._ref.name, self._ref.version, self._limit)
             error.retry_after = self._batcher.retry_after
             raise error
+        place = _Place(self, on_done)
+        self._active += 1
+        try:
+            place.withdraw = self._batcher.submit(request, place.complete)
+        except RelayError:
+            self._active -= 1
+            raise
+        return place.cancel
 
-    def _release_after(self, future: asyncio.Future[InferenceResponse | ResponseStream]) -> None:
-        succeeded = not future.cancelled() and future.exception() is None
-        if succeeded and isinstance(response := future.result(), ResponseStream):
-            response.add_done_callback(self._release)
-        else:
-            self._release()
-
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Free the place of a request that has ended."""
         self._active -= 1
+
+
+class _Place:
+    """The place of one request, until it is answered or its stream has ended."""
+
+    __slots__ = ("_limit", "_on_done", "withdraw")
+
+    def __init__(self, limit: ConcurrencyLimit, on_done: OnDone) -> None:
+        self._limit = limit
+        self._on_done: OnDone | None = on_done
+        self.withdraw: Cancel | None = None
+
+    def complete(self, outcome: Outcome) -> None:
+        on_done, self._on_done = self._on_done, None
+        assert on_done is not None
+        if isinstance(outcome, ResponseStream):
+            outcome.add_done_callback(self._limit.release)
+        else:
+            self._limit.release()
+        on_done(outcome)
+
+    def cancel(self) -> None:
+        if self._on_done is not None:
+            self._on_done = None
+            self._limit.release()
+            assert self.withdraw is not None
+            self.withdraw()

@@ -15,7 +15,14 @@ from typing import Any
 
 from serve_app.domain import sequence_ids as names
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.request import (
+    Cancel,
+    InferenceRequest,
+    InferenceResponse,
+    OnDone,
+    Outcome,
+    ResponseStream,
+)
 from serve_app.errors import (
     DeadlineExceeded,
     ModelLoading,
@@ -74,7 +81,6 @@ class SequenceBatcher(RequestBatcher):
         self._open: dict[str, OpenSequence] = {}
         # Ended sequences that were started explicitly, and why they ended.
         self._end_reasons: OrderedDict[str, str] = OrderedDict()
-        self._closing: set[asyncio.Future[None]] = set()  # streams of disconnected clients
         self._rejection_reason = ""
         self._all_ended = asyncio.Event()
 
@@ -103,17 +109,15 @@ class SequenceBatcher(RequestBatcher):
     def retry_after(self) -> int:
         return self._batcher.retry_after
 
-    def enqueue(self, request: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         if request.kind in _STATELESS_KINDS:
-            return self._batcher.enqueue(request)
+            return self._batcher.submit(request, on_done)
         if request.priority == "shadow":
             raise QueueFull(self._ref.name, request.version, "a copy of a call belongs to no sequence")
-        loop = asyncio.get_running_loop()
-        self._timer = self._timer or loop.call_later
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later
         sequence, request = self._resolve_sequence(request)
-        ends_sequence = _is_true(request, self._keys.end)
-        future: asyncio.Future[InferenceResponse | ResponseStream] = loop.create_future()
-        row = SequenceRow(request, future, self._clock(), ends_sequence=ends_sequence)
+        row = SequenceRow(request, on_done, self._clock(), ends_sequence=_is_true(request, self._keys.end))
         if self._is_blocked(sequence):
             if len(sequence.waiting) >= self._options.queue_size:
                 full = QueueFull(
@@ -128,8 +132,7 @@ class SequenceBatcher(RequestBatcher):
                 row.expiry = self._timer(request.deadline - time.time(), self._expire, sequence, row)
         else:
             self._run(sequence, row)
-        future.add_done_callback(partial(self._on_caller_done, sequence, row))
-        return future
+        return partial(self._on_disconnect, sequence, row)
 
     async def close(self) -> None:
         """Start no more sequences, wait for open ones, then close the batcher."""
@@ -144,9 +147,9 @@ class SequenceBatcher(RequestBatcher):
     def abandon(self, failure: ReplicaDied, rejection_reason: str) -> None:
         """Fail all rows of this process, and end its sequences, whose state is lost."""
         self._rejection_reason = rejection_reason
-        self._batcher.abandon(failure, rejection_reason)
-        for sequence in list(self._open.values()):
+        for sequence in list(self._open.values()):  # first, so that no waiting row follows a failed one
             self._end(sequence, "stopped")
+        self._batcher.abandon(failure, rejection_reason)
 
     # Sequences
 
@@ -215,49 +218,36 @@ class SequenceBatcher(RequestBatcher):
 
     def _run(self, sequence: OpenSequence, row: SequenceRow) -> None:
         """Pass a row to the batcher. Raises RelayError where the batcher refuses it."""
+        sequence.row = row
         try:
-            row.batch_future = self._batcher.enqueue(row.request)
+            withdraw = self._batcher.submit(row.request, partial(self._on_response, sequence, row))
         except RelayError:
+            sequence.row = None
             self._schedule_idle_check(sequence)
             if not sequence.is_announced and not self._is_blocked(sequence):
                 self._forget(sequence)  # it has not begun
             raise
-        sequence.row = row
-        row.batch_future.add_done_callback(partial(self._on_response, sequence, row))
+        if sequence.row is row:
+            row.withdraw = withdraw
 
-    def _on_response(
-        self, sequence: OpenSequence, row: SequenceRow, batch_future: asyncio.Future[Any]
-    ) -> None:
-        """Handle a row that the batcher has answered or dropped."""
-        sequence.row = None
-        response = None if batch_future.cancelled() else batch_future.exception() or batch_future.result()
+    def _on_response(self, sequence: OpenSequence, row: SequenceRow, outcome: Outcome) -> None:
+        """Handle a row that the batcher has answered."""
+        sequence.row = row.withdraw = None
         ended = row.ends_sequence
-        if isinstance(response, (InferenceResponse, ResponseStream)):
-            head = response if isinstance(response, InferenceResponse) else response.head
+        if isinstance(outcome, Exception):
+            ended |= not sequence.is_name_known  # no client knows its name
+        else:
+            head = outcome if isinstance(outcome, InferenceResponse) else outcome.head
             ended |= self._end_named_sequences(sequence, head)
             head = self._with_sequence_headers(sequence, head)
-            if isinstance(response, ResponseStream):
-                response.head = head
+            if isinstance(outcome, ResponseStream):
+                outcome.head = head
                 sequence.streams += 1
-                response.add_done_callback(partial(self._stream_ended, sequence, ended))
+                outcome.add_done_callback(partial(self._stream_ended, sequence, ended))
                 ended = False
             else:
-                response = head
-        elif not sequence.is_name_known:
-            ended = True  # no client knows its name
-        future = row.future
-        assert isinstance(future, asyncio.Future)
-        if future.done():
-            if isinstance(response, ResponseStream):
-                closing = asyncio.ensure_future(response.aclose())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-        elif response is None:
-            future.cancel()
-        elif isinstance(response, BaseException):
-            future.set_exception(response)
-        else:
-            future.set_result(response)
+                outcome = head
+        row.complete(outcome)
         self._advance(sequence, ended)
 
     def _stream_ended(self, sequence: OpenSequence, ended: bool) -> None:
@@ -299,8 +289,6 @@ class SequenceBatcher(RequestBatcher):
             row = sequence.waiting.popleft()
             if row.expiry is not None:
                 row.expiry.cancel()
-            if row.future.done():
-                continue
             try:
                 self._run(sequence, row)
             except RelayError as error:
@@ -368,9 +356,15 @@ class SequenceBatcher(RequestBatcher):
         if self._withdraw(sequence, row):
             row.resolve(DeadlineExceeded(self._ref.name, self._clock() - row.arrived))
 
-    def _on_caller_done(self, sequence: OpenSequence, row: SequenceRow, future: asyncio.Future[Any]) -> None:
-        if future.cancelled() and not self._withdraw(sequence, row) and row.batch_future is not None:
-            row.batch_future.cancel()
+    def _on_disconnect(self, sequence: OpenSequence, row: SequenceRow) -> None:
+        """Discard the row of a client that disconnected before it had an outcome."""
+        if row.is_done:
+            return
+        row.on_done = None
+        if not self._withdraw(sequence, row) and row.withdraw is not None:
+            row.withdraw()
+            sequence.row = row.withdraw = None
+            self._advance(sequence, row.ends_sequence or not sequence.is_name_known)
 
     def _withdraw(self, sequence: OpenSequence, row: SequenceRow) -> bool:
         """Remove a row that waits for earlier rows; return whether it did."""

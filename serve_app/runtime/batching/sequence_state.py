@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from serve_app.domain.request import Cancel
 from serve_app.domain.sequence_ids import SequenceHeaders
 from serve_app.runtime.batching.pending_request import PendingRequest
 
@@ -18,7 +19,7 @@ class SequenceRow(PendingRequest):
     """A request of a sequence, until it is answered; ``expiry`` runs while it waits for earlier rows."""
 
     ends_sequence: bool = False  # whether the sequence ends with this row
-    batch_future: asyncio.Future[Any] | None = None  # the batcher's future, once the row is there
+    withdraw: Cancel | None = None  # of the batcher, while the row is there
 
 
 @dataclass(slots=True, eq=False)

@@ -24,10 +24,17 @@ from serve_app.domain import tensors
 from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.drift_window import compare_windows
 from serve_app.domain.model import ModelRef
-from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
+from serve_app.domain.request import (
+    Cancel,
+    InferenceRequest,
+    InferenceResponse,
+    InputPart,
+    OnDone,
+    ResponseStream,
+)
 from serve_app.errors import ConfigurationError, HandlerFailed
+from serve_app.runtime.backends import Backend
 from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
-from serve_app.runtime.batching.interface import FutureBatcher
 from serve_app.telemetry.metrics import Meters
 from tests.support.disk_calls import DiskCalls
 
@@ -289,19 +296,18 @@ def test_a_reference_of_plain_documents(tmp_path: Path) -> None:
     assert set(found.features) == {"input.age", "output.label", "output.score"}
 
 
-class _Answers(FutureBatcher):
-    """A batcher that answers at once: a stream, an error, or the input."""
+class _Answers(Backend):
+    """A backend that answers at once: a stream, an error, or the input."""
 
-    def enqueue(self, call: InferenceRequest) -> asyncio.Future[InferenceResponse | ResponseStream]:
-        future = asyncio.get_running_loop().create_future()
+    def submit(self, call: InferenceRequest, on_done: OnDone) -> Cancel:
         body = call.inputs[0].value
         if body == b'"fail"':
-            future.set_exception(HandlerFailed("traceback"))
+            on_done(HandlerFailed("traceback"))
         elif body == b'"stream"':
-            future.set_result(ResponseStream(InferenceResponse(b""), _chunks()))
+            on_done(ResponseStream(InferenceResponse(b""), _chunks()))
         else:
-            future.set_result(InferenceResponse(body, JSON))
-        return future
+            on_done(InferenceResponse(body, JSON))
+        return lambda: None
 
 
 async def _chunks() -> Any:
@@ -314,15 +320,15 @@ def test_every_way_into_the_replica_is_captured_once(start: Start, tmp_path: Pat
 
     async def run() -> None:
         tap = CaptureTap(ConcurrencyLimit(_Answers(), REF), recorder)  # type: ignore[arg-type]
-        await tap.submit(request("submit", 1))
-        await tap.submit_all([request("all", 2), request("fail", 3)])
+        await tap.infer(request("submit", 1))
+        await tap.infer_all([request("all", 2), request("fail", 3)])
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        tap.find_submit()(request("nowait", 4), done.set_result)
+        tap.submit(request("nowait", 4), done.set_result)
         await done
-        stream = await tap.submit(request("stream", 5))
+        stream = await tap.infer(request("stream", 5))
         assert isinstance(stream, ResponseStream)
         assert [chunk async for chunk in stream] == [b"one ", b"two"]
-        left = await tap.submit(request("stream", 6))
+        left = await tap.infer(request("stream", 6))
         await left.aclose()  # a client that disconnected
 
     asyncio.run(run())

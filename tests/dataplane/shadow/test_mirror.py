@@ -20,6 +20,7 @@ from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRout
 from serve_app.domain.traffic_policy import ComparisonRule, ShadowPolicy, TrafficPolicy
 from serve_app.errors import HandlerFailed, RelayError
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 SHADOW = ShadowPolicy("2.0")
 ONE = InferenceResponse(b"1")
@@ -44,7 +45,7 @@ def call(value: object = 1, **more: object) -> InferenceRequest:
     )  # type: ignore[arg-type]
 
 
-class Parts:
+class Parts(CoroutineBackend):
     """A mirror before a version that answers as the test says; ``table`` may change."""
 
     def __init__(self, answer: Answer, table: RoutingTable) -> None:

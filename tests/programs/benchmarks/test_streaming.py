@@ -25,11 +25,12 @@ from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
 from tests.benchmarks import streaming
 from tests.benchmarks.models.chunks import Chunks
+from tests.support.coroutine_backend import CoroutineBackend
 
 pytestmark = pytest.mark.nightly
 
 
-class Target:
+class Target(CoroutineBackend):
     """The handler, without a replica around it."""
 
     async def infer(self, call: InferenceRequest) -> ResponseStream:

@@ -36,6 +36,7 @@ from serve_app.domain.traffic_policy import ShadowPolicy
 from serve_app.errors import HandlerFailed
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.coroutine_backend import CoroutineBackend
 from tests.support.openapi_checks import assert_described
 
 SHADOW = {"shadow": {"version": "2.0", "compare": {"kind": "label", "at": "digit"}}}
@@ -71,7 +72,7 @@ class Cluster:
     def _remote(self, ref: ModelRef, row: VersionRoute) -> Any:
         cluster = self
 
-        class Target:
+        class Target(CoroutineBackend):
             async def infer(self, call: InferenceRequest) -> InferenceResponse:
                 if call.priority == "shadow":
                     cluster.copies.append(call)

@@ -32,6 +32,7 @@ from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings, Settings
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +43,7 @@ GREEDY: Any = {"max_tokens": 30, "temperature": 0}
 WORDS = ["cats", "hunt", "mice", "banks", "lend", "money"]
 
 
-class ServedModel:
+class ServedModel(CoroutineBackend):
     """The version 1.0 of a model in a handler thread; ``batches`` are the sizes of its batches."""
 
     def __init__(self, name: str, folder: Path, handler: str, config: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ class ServedModel:
 
     async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         assert self.batcher is not None
-        return await self.batcher.submit(request)
+        return await self.batcher.infer(request)
 
     def _run(self, requests: Any, emit: Any) -> Any:
         self.batches.append(len(requests))

@@ -40,12 +40,13 @@ from serve_app.settings import InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from tests.support.client_environments import client_python
+from tests.support.coroutine_backend import CoroutineBackend
 from tests.support.ports import free_port
 
 Handle = Callable[[list[Any], Context], Any]
 
 
-class Model:
+class Model(CoroutineBackend):
     """A version in this process: ``handle`` receives each request as a batch of its own."""
 
     def __init__(self, ref: ModelRef, handle: Handle, tensor_codec: TensorRowCodec) -> None:

@@ -14,18 +14,19 @@ from serve_app import errors
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
-from serve_app.protocols.http import ray_bypass
+from serve_app.protocols.http.server import ray_bypass
 from serve_app.protocols.http_app import ASGIApp, inference_app
 from serve_app.protocols.torchserve import inference
 from serve_app.settings import InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
+from tests.support.coroutine_backend import CoroutineBackend
 
 TRACEBACK = (
     "Traceback (most recent call last):\n  File \"handler.py\", line 3, in handle\nKeyError: 'secret'\n"
 )
 
 
-class Target:
+class Target(CoroutineBackend):
     def __init__(self, infer: Any) -> None:
         self.infer = infer
 

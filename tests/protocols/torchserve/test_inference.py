@@ -11,6 +11,7 @@ import pytest
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream, Timings
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.errors import HandlerFailed, HandlerRejected, NoReplica, QueueFull, ReplicaDied
+from tests.support.coroutine_backend import CoroutineBackend
 
 NOT_FOUND = (
     b'{\n  "code": 404,\n  "type": "ResourceNotFoundException",\n'
@@ -317,7 +318,7 @@ def test_a_deadline_that_passes_is_answered(inference) -> None:
     assert json.loads(response.body)["type"] == "RequestTimeoutException"
 
 
-class Pieces:
+class Pieces(CoroutineBackend):
     """A stream of ``pieces`` that says whether it was closed; an exception among them is raised."""
 
     def __init__(self, *pieces: bytes | Exception, head: InferenceResponse | None = None) -> None:

@@ -26,7 +26,8 @@ from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.errors import HandlerRejected, QueueFull
-from serve_app.protocols.http import ray_bypass, sse, uvicorn_websocket
+from serve_app.protocols.http import sse
+from serve_app.protocols.http.server import ray_bypass, websocket_protocol
 from serve_app.protocols.http.sse import encode_event
 
 pytestmark = pytest.mark.integration
@@ -323,7 +324,7 @@ def rays_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install the protocols of Ray Serve's servers in those of a test."""
     monkeypatch.setitem(uvicorn.config.WS_PROTOCOLS, "auto", uvicorn.config.WS_PROTOCOLS["auto"])
     monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
-    monkeypatch.setattr(uvicorn_websocket, "_max_message_size", None)
+    monkeypatch.setattr(websocket_protocol, "_max_message_size", None)
     monkeypatch.setattr(ray_bypass, "_app", None)
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "127.0.0.1")
     umask = os.umask(0o022)

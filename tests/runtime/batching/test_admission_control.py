@@ -85,11 +85,11 @@ def test_calls_that_came_together_are_answered_each_by_its_own(make) -> None:
         model.turn.release(9)
         batcher = make(model)
         late = make_request("late", deadline=time.time() - 1)
-        first, second, third = await batcher.submit_all([make_request("a"), late, make_request("b")])
+        first, second, third = await batcher.infer_all([make_request("a"), late, make_request("b")])
         assert (first.body, third.body) == (b"a", b"b") and isinstance(second, DeadlineExceeded)
-        assert await batcher.submit_all([]) == []
+        assert await batcher.infer_all([]) == []
         await batcher.close()
-        [refused] = await batcher.submit_all([make_request("c")])
+        [refused] = await batcher.infer_all([make_request("c")])
         assert isinstance(refused, ModelLoading) and "its replica is stopping" in str(refused.args)
 
     asyncio.run(scenario())
@@ -103,7 +103,7 @@ def test_who_leaves_with_all_his_calls_leaves_nothing_behind(make) -> None:
         model = Model()
         batcher = make(model)
         together = asyncio.ensure_future(
-            batcher.submit_all([make_request("stream"), make_request("a"), make_request("b")])
+            batcher.infer_all([make_request("stream"), make_request("a"), make_request("b")])
         )
         await until(lambda: model.runs)
         together.cancel()
@@ -111,7 +111,7 @@ def test_who_leaves_with_all_his_calls_leaves_nothing_behind(make) -> None:
             await together
         model.turn.release(9)
         await until(lambda: batcher.ongoing == 0)
-        assert (await batcher.submit(make_request("next"))).body == b"next"
+        assert (await batcher.infer(make_request("next"))).body == b"next"
         await asyncio.wait_for(batcher.close(), 60)
 
     asyncio.run(scenario())
@@ -122,10 +122,10 @@ def test_who_is_too_late_hears_when_to_come_again(make) -> None:
     async def scenario() -> None:
         model = Model()
         batcher = make(model)
-        requested = [asyncio.ensure_future(batcher.submit(make_request("a")))]
+        requested = [asyncio.ensure_future(batcher.infer(make_request("a")))]
         await until(lambda: model.runs)
         with pytest.raises(DeadlineExceeded) as caught:
-            await batcher.submit(make_request("late", deadline=time.time() + 0.02))
+            await batcher.infer(make_request("late", deadline=time.time() + 0.02))
         assert caught.value.__dict__["retry_after"] >= 1
         model.turn.release(9)
         await asyncio.gather(*requested)
@@ -139,7 +139,7 @@ def test_a_new_time_limit_holds_for_what_runs_already(kind) -> None:
     async def scenario() -> None:
         model, hung = Model(), []
         batcher = queued(kind, model, response_timeout=1000, on_hung=hung.append)
-        waits = asyncio.ensure_future(batcher.submit(make_request("a")))
+        waits = asyncio.ensure_future(batcher.infer(make_request("a")))
         await until(lambda: model.runs)
         batcher.configure(response_timeout=0.01)
         with pytest.raises(ResponseTimeout):
@@ -155,10 +155,10 @@ def test_shadows_are_let_in_as_far_as_two_batches_go(kind) -> None:
     async def scenario() -> None:
         model = Model()
         batcher = queued(kind, model, max_batch_size=20)
-        live = asyncio.ensure_future(batcher.submit(make_request("a")))
+        live = asyncio.ensure_future(batcher.infer(make_request("a")))
         await until(lambda: model.runs)
         copies = [
-            asyncio.ensure_future(batcher.submit(make_request("copy", priority="shadow"))) for _ in range(41)
+            asyncio.ensure_future(batcher.infer(make_request("copy", priority="shadow"))) for _ in range(41)
         ]
         await until(lambda: copies[40].done())
         assert "40 shadows wait" in copies[40].exception().detail and not any(

@@ -122,7 +122,7 @@ async def until(condition):
 def test_calls_are_under_way_together_each_with_a_context_of_its_own(engine):
     async def scenario():
         async with engine() as made:
-            replies = await asyncio.gather(*(made.submit(make_request(f"r{i}", meet=20)) for i in range(20)))
+            replies = await asyncio.gather(*(made.infer(make_request(f"r{i}", meet=20)) for i in range(20)))
             assert [reply.body.decode() for reply in replies] == [f"r{i}" for i in range(20)]
             assert [dict(reply.headers)["x-name"] for reply in replies] == [f"r{i}" for i in range(20)]
             assert all(reply.timings.inference > 0 and reply.timings.batch_size == 1 for reply in replies)
@@ -136,7 +136,7 @@ def test_the_handler_runs_in_the_authors_thread(engine):
         async with engine() as made:
             before = {thread.name for thread in threading.enumerate()}
             assert "handler" in before
-            await made.submit(make_request("r"))
+            await made.infer(make_request("r"))
             assert {thread.name for thread in threading.enumerate()} == before
 
     asyncio.run(scenario())
@@ -146,7 +146,7 @@ def test_streams_run_beside_each_other(engine):
     async def scenario():
         async with engine() as made:
             streams = await asyncio.gather(
-                *(made.submit(make_request(f"r{i}", meet=3, stream=["a", "b"])) for i in range(3))
+                *(made.infer(make_request(f"r{i}", meet=3, stream=["a", "b"])) for i in range(3))
             )
             for index, stream in enumerate(streams):
                 assert isinstance(stream, ResponseStream) and stream.head.content_type == "text/plain"
@@ -163,31 +163,35 @@ def test_errors_are_their_own_calls(engine):
                 make_request("b", say="a teapot"),
                 make_request("c"),
             ]
-            failed, result, well = await asyncio.gather(*map(made.submit, requests), return_exceptions=True)
+            failed, result, well = await asyncio.gather(*map(made.infer, requests), return_exceptions=True)
             assert isinstance(failed, HandlerFailed) and "ValueError: wrong" in failed.detail
             assert isinstance(result, HandlerRejected) and result.code == 418
             assert well.body == b"c"
-            [first, second] = await made.submit_all([make_request("d"), make_request("e", say="no")])
+            [first, second] = await made.infer_all([make_request("d"), make_request("e", say="no")])
             assert first.body == b"d" and isinstance(second, HandlerRejected)
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("way", ["submit", "enqueue", "stream"])
+@pytest.mark.parametrize("way", ["infer", "submit", "stream"])
 def test_a_caller_that_leaves_cancels_its_handler(engine, way):
     async def scenario():
         async with engine() as made:
             if way == "stream":
-                stream = await made.submit(make_request("gone", stream=["a"], hang=True))
+                stream = await made.infer(make_request("gone", stream=["a"], hang=True))
                 await until(lambda: made.handler.hanging)
                 await stream.aclose()
             else:
-                waiting = made.enqueue(make_request("gone", hang=True)) if way == "enqueue" else None
-                waiting = waiting or asyncio.ensure_future(made.submit(make_request("gone", hang=True)))
+                request, outcomes = make_request("gone", hang=True), []
+                if way == "submit":
+                    cancel = made.submit(request, outcomes.append)
+                else:
+                    cancel = asyncio.ensure_future(made.infer(request)).cancel
                 await until(lambda: made.handler.hanging)
-                waiting.cancel()
+                cancel()
+                assert outcomes == []
             await until(lambda: made.handler.cancelled == ["gone"] and made.pending == 0)
-            assert (await made.submit(make_request("next"))).body == b"next"
+            assert (await made.infer(make_request("next"))).body == b"next"
 
     asyncio.run(scenario())
 
@@ -196,10 +200,10 @@ def test_a_caller_that_leaves_at_once_leaves_nothing_behind(engine):
     async def scenario():
         async with engine() as made:
             for _ in range(20):
-                made.enqueue(make_request("gone", hang=True)).cancel()
-                leaving = made.enqueue(make_request("gone", hang=True))
+                made.submit(make_request("gone", hang=True), pytest.fail)()
+                cancel = made.submit(make_request("gone", hang=True), pytest.fail)
                 await asyncio.sleep(0)
-                leaving.cancel()
+                cancel()
             await until(lambda: made.pending == 0)
 
     asyncio.run(scenario())
@@ -210,16 +214,16 @@ def test_a_slow_call_is_cancelled_and_the_replica_goes_on(engine):
 
     async def scenario():
         async with engine(response_timeout=1.0, on_hung=hung.append) as made:
-            slow = asyncio.ensure_future(made.submit(make_request("slow", hang=True)))
+            slow = asyncio.ensure_future(made.infer(make_request("slow", hang=True)))
             with pytest.raises(ReplicaDied) as caught:
                 await slow
             assert "response_timeout (1 s)" in caught.value.detail
             await until(lambda: made.handler.cancelled == ["slow"])
-            assert (await made.submit(make_request("next"))).body == b"next"
+            assert (await made.infer(make_request("next"))).body == b"next"
             with pytest.raises(DeadlineExceeded):
-                await made.submit(make_request("late", deadline=time.time() + 0.05, hang=True))
+                await made.infer(make_request("late", deadline=time.time() + 0.05, hang=True))
             with pytest.raises(DeadlineExceeded):
-                await made.submit(make_request("later", deadline=time.time() - 1))
+                await made.infer(make_request("later", deadline=time.time() - 1))
 
     asyncio.run(scenario())
     assert not hung
@@ -232,8 +236,8 @@ def test_a_blocked_loop_ends_the_replica(engine, monkeypatch):
 
     async def scenario():
         async with engine(response_timeout=0.1, on_hung=hung.append) as made:
-            blocking = asyncio.ensure_future(made.submit(make_request("blocking", block=4.0)))
-            behind = asyncio.ensure_future(made.submit(make_request("behind", meet=2)))
+            blocking = asyncio.ensure_future(made.infer(make_request("blocking", block=4.0)))
+            behind = asyncio.ensure_future(made.infer(make_request("behind", meet=2)))
             assert isinstance(
                 await asyncio.wait_for(asyncio.gather(blocking, return_exceptions=True), 60), list
             )
@@ -242,7 +246,7 @@ def test_a_blocked_loop_ends_the_replica(engine, monkeypatch):
             assert isinstance(behind.exception(), ReplicaDied)
             await until(lambda: hung and "time.sleep" in hung[0])
             with pytest.raises(ModelLoading):
-                await made.submit(make_request("after"))
+                await made.infer(make_request("after"))
 
     asyncio.run(scenario())
 
@@ -250,12 +254,12 @@ def test_a_blocked_loop_ends_the_replica(engine, monkeypatch):
 def test_more_calls_than_the_queue_allows_are_refused(engine):
     async def scenario():
         async with engine(queue_size=2) as made:
-            first = [asyncio.ensure_future(made.submit(make_request(f"r{i}", meet=3))) for i in range(2)]
+            first = [asyncio.ensure_future(made.infer(make_request(f"r{i}", meet=3))) for i in range(2)]
             await until(lambda: made.handler.waiting == 2)
             with pytest.raises(QueueFull):
-                await made.submit(make_request("third", meet=3))
+                await made.infer(make_request("third", meet=3))
             made.configure(queue_size=3, max_batch_size=7)
-            third = await made.submit(make_request("third", meet=3))
+            third = await made.infer(make_request("third", meet=3))
             assert third.body == b"third" and [f.body for f in await asyncio.gather(*first)] == [b"r0", b"r1"]
 
     asyncio.run(scenario())
@@ -265,12 +269,12 @@ def test_a_stopping_replica_answers_what_it_took(engine):
     async def scenario():
         served = engine()
         made = await served.__aenter__()
-        waiting = asyncio.ensure_future(made.submit(make_request("last", meet=2)))
+        waiting = asyncio.ensure_future(made.infer(make_request("last", meet=2)))
         await until(lambda: made.handler.waiting == 1)
         closing = asyncio.ensure_future(made.close())
         await asyncio.sleep(0)
         with pytest.raises(ModelLoading):
-            await made.submit(make_request("more"))
+            await made.infer(make_request("more"))
         served.runner.loop.call_soon_threadsafe(made.handler.met.set)
         assert (await waiting).body == b"last"
         await asyncio.wait_for(closing, 60)
@@ -283,22 +287,22 @@ def test_shadows_are_begun_only_beside_nobody_and_count_nowhere(engine):
     async def scenario():
         async with engine(queue_size=1) as made:
             shadows = [
-                asyncio.ensure_future(made.submit(make_request(f"s{i}", meet=17, priority="shadow")))
+                asyncio.ensure_future(made.infer(make_request(f"s{i}", meet=17, priority="shadow")))
                 for i in range(16)
             ]
             await until(lambda: made.handler.waiting == 16)
             assert made.pending == 0
             with pytest.raises(QueueFull) as caught:
-                await made.submit(make_request("s16", priority="shadow"))
+                await made.infer(make_request("s16", priority="shadow"))
             assert caught.value.detail == "16 shadows are under way"
-            live = asyncio.ensure_future(made.submit(make_request("live", hang=True)))
+            live = asyncio.ensure_future(made.infer(make_request("live", hang=True)))
             await until(lambda: made.handler.hanging)
             with pytest.raises(QueueFull) as caught:
-                await made.submit(make_request("s16", priority="shadow"))
+                await made.infer(make_request("s16", priority="shadow"))
             assert caught.value.detail == "shadows are begun only while no other call is under way"
             live.cancel()
             await until(lambda: made.pending == 0)
-            await made.submit(make_request("last", meet=17))
+            await made.infer(make_request("last", meet=17))
             assert len(await asyncio.gather(*shadows)) == 16
 
     asyncio.run(scenario())
@@ -307,11 +311,11 @@ def test_shadows_are_begun_only_beside_nobody_and_count_nowhere(engine):
 def test_a_refusal_says_when_a_place_will_be_free(engine):
     async def scenario():
         async with engine(queue_size=1) as made:
-            await made.submit(make_request("slow", block=1.1))
-            live = asyncio.ensure_future(made.submit(make_request("live", hang=True)))
+            await made.infer(make_request("slow", block=1.1))
+            live = asyncio.ensure_future(made.infer(make_request("live", hang=True)))
             await until(lambda: made.handler.hanging)
             with pytest.raises(QueueFull) as caught:
-                await made.submit(make_request("more"))
+                await made.infer(make_request("more"))
             assert caught.value.retry_after == 2
             live.cancel()
 
@@ -322,9 +326,9 @@ def test_abandoned_rows_are_cancelled_at_once(engine):
     async def scenario():
         async with engine() as made:
             requested = make_request("streams", stream=["a"], hang=True)
-            stream = aiter(await made.submit(requested))
+            stream = aiter(await made.infer(requested))
             assert await stream.__anext__() == b"a"
-            live = asyncio.ensure_future(made.submit(make_request("live", hang=True)))
+            live = asyncio.ensure_future(made.infer(make_request("live", hang=True)))
             await until(lambda: made.pending == 2)
             made.abandon(ReplicaDied("a rank is lost"), "its replica is being replaced")
             for waits in (live, stream.__anext__()):
@@ -332,7 +336,7 @@ def test_abandoned_rows_are_cancelled_at_once(engine):
                     await waits
                 assert caught.value.args == ("a rank is lost",)
             with pytest.raises(ModelLoading):
-                await made.submit(make_request("next"))
+                await made.infer(make_request("next"))
             assert made.pending == 0
 
     asyncio.run(scenario())

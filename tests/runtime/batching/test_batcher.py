@@ -75,7 +75,7 @@ async def test_a_full_batch_is_staged_and_still_counts_as_waiting():
     rest = start_submits(batcher, *"bcdef")
     await until(lambda: batcher.pending == 5)
     with pytest.raises(QueueFull):
-        await batcher.submit(make_request("g"))
+        await batcher.infer(make_request("g"))
     model.release()
     await first[0]
     # Its successor begins without the loop's help, so the loop need not have seen the first one's end.
@@ -176,7 +176,7 @@ async def test_limits_change_while_it_runs():
     assert bodies(await asyncio.gather(*waiting)) == ["c", "d"]
     batcher.configure(queue_size=0)
     with pytest.raises(QueueFull):
-        await batcher.submit(make_request("e"))
+        await batcher.infer(make_request("e"))
     await batcher.close()
 
 
@@ -189,7 +189,7 @@ async def test_a_full_queue_refuses_at_once_and_names_the_model():
     rows += start_submits(batcher, "b", "c")
     await until(lambda: batcher.pending == 2)
     with pytest.raises(QueueFull) as caught:
-        await batcher.submit(make_request("d", version="1.0"))
+        await batcher.infer(make_request("d", version="1.0"))
     assert caught.value.args[:2] == ("m", "1.0")
     assert "2 rows wait" in caught.value.detail
     model.release(3)
@@ -269,7 +269,7 @@ async def test_close_answers_admitted_rows_and_refuses_more():
     closing = asyncio.ensure_future(batcher.close())
     await asyncio.sleep(0)
     with pytest.raises(ModelLoading) as caught:
-        await batcher.submit(make_request("g"))
+        await batcher.infer(make_request("g"))
     assert "stopping" in caught.value.detail
     model.release(2)
     assert bodies(await asyncio.gather(*rows)) == list("abcdef")
@@ -352,7 +352,7 @@ def handle(data, context):
         batcher = Batcher(runner.run, REF, Meters(), max_batch_size=8)
         await asyncio.wrap_future(batcher.handler_thread.submit(runner.load))
         together = await submit_and_gather(batcher, *rows)
-        alone = [await batcher.submit(row) for row in rows]
+        alone = [await batcher.infer(row) for row in rows]
         assert {reply.timings.batch_size for reply in together} == {8}
         assert {reply.timings.batch_size for reply in alone} == {1}
         assert bodies(together) == bodies(alone)
@@ -370,7 +370,7 @@ async def test_statistics_count_the_rows_of_tensors_and_not_their_requests():
     parts = (InputPart(*tensor.to_part()),)
     for _ in range(4):
         meters.request(REF.name, REF.version, "ok", 0.1)
-        await batcher.submit(InferenceRequest("m", inputs=parts, kind="tensors"))
+        await batcher.infer(InferenceRequest("m", inputs=parts, kind="tensors"))
     await batcher.close()
     await asyncio.sleep(0)  # metrics are recorded after the responses
     total.put("a", meters.report())

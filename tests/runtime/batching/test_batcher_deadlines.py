@@ -30,13 +30,13 @@ async def test_rows_that_cannot_meet_their_deadline_are_refused_with_the_figures
     await model.started_at.get()
     clock.move(0.4)
     with pytest.raises(CannotMeetDeadline) as caught:  # 0.6 s of a, b and c, and its own second
-        await batcher.submit(make_request("d", deadline=time.time() + 3.0))
+        await batcher.infer(make_request("d", deadline=time.time() + 3.0))
     error = caught.value
     assert error.reason == "deadline"
     assert error.detail == "about 3.6 s are needed and 3 s are left"
     assert error.retry_after == 1
     with pytest.raises(CannotMeetDeadline) as caught:
-        await batcher.submit(make_request("d", deadline=time.time() + 0.2))
+        await batcher.infer(make_request("d", deadline=time.time() + 0.2))
     assert caught.value.retry_after == 4
     assert batcher.pending == 2
     rows += start_submits(
@@ -57,7 +57,7 @@ async def test_a_batch_is_one_batch_however_many_rows_it_holds():
     rows += start_submits(batcher, *"bcde")
     await until(lambda: batcher.pending == 4)
     with pytest.raises(CannotMeetDeadline, match="about 3 s are needed"):
-        await batcher.submit(make_request("f", deadline=time.time() + 2.9))
+        await batcher.infer(make_request("f", deadline=time.time() + 2.9))
     model.release(2)
     await asyncio.gather(*rows)
     await batcher.close()
@@ -78,7 +78,7 @@ async def test_no_row_is_refused_before_the_latency_model_is_ready():
 async def test_idle_models_try_every_row():
     batcher, model, _ = await create_paced_batcher(60.0)
     model.release()
-    assert (await batcher.submit(make_request("a", deadline=time.time() + 5.0))).body == b"a"
+    assert (await batcher.infer(make_request("a", deadline=time.time() + 5.0))).body == b"a"
     await batcher.close()
 
 
@@ -90,7 +90,7 @@ async def test_queue_full_errors_have_retry_after():
     rows += start_submits(batcher, *"bc")
     await until(lambda: batcher.pending == 2)
     with pytest.raises(QueueFull) as caught:
-        await batcher.submit(make_request("d"))
+        await batcher.infer(make_request("d"))
     assert caught.value.retry_after == 6
     model.release(3)
     await asyncio.gather(*rows)
@@ -120,7 +120,7 @@ async def test_groups_of_rows_are_answered_together():
     first = start_submits(batcher, "a")
     await model.started_at.get()
     transfer = asyncio.ensure_future(
-        batcher.submit_all([make_request("b"), make_request("c"), make_request("d"), make_request("e")])
+        batcher.infer_all([make_request("b"), make_request("c"), make_request("d"), make_request("e")])
     )
     await until(lambda: batcher.pending == 3)
     transfer.cancel()

@@ -168,7 +168,7 @@ async def test_a_run_that_raises_loses_no_row():
 
     batcher = create_batcher(run)
     with pytest.raises(HandlerFailed) as caught:
-        await batcher.submit(make_request("a"))
+        await batcher.infer(make_request("a"))
     assert "SystemExit: whatever" in caught.value.detail
     await batcher.close()
 
@@ -207,7 +207,7 @@ async def test_hanging_handlers_are_abandoned_and_reported(caplog):
             await row
         assert refused.value.detail == "its replica hangs and is being replaced"
     with pytest.raises(ModelLoading):
-        await batcher.submit(make_request("e"))
+        await batcher.infer(make_request("e"))
     assert hung == [0]
     assert "stuck_in_here" in caplog.text
     gate.set()

@@ -95,7 +95,7 @@ async def test_in_a_full_queue_higher_priorities_replace_the_newest_row_of_the_l
     )
     await until(lambda: batcher.pending == 3)
     with pytest.raises(QueueFull):
-        await batcher.submit(make_prioritized_request("l3", "low"))
+        await batcher.infer(make_prioritized_request("l3", "low"))
     more = start_submits(batcher, "n2")
     with pytest.raises(QueueFull) as caught:
         await low2
@@ -111,7 +111,7 @@ async def test_in_a_full_queue_higher_priorities_replace_the_newest_row_of_the_l
         with pytest.raises(QueueFull):
             await refused
     with pytest.raises(QueueFull):
-        await batcher.submit(make_prioritized_request("h4", "high"))
+        await batcher.infer(make_prioritized_request("h4", "high"))
     model.release(2)
     assert bodies(await asyncio.gather(*first, *more[1:])) == ["a", "h1", "h2", "h3"]
     assert model.batches == [["a"], ["h1", "h2", "h3"]]
@@ -153,7 +153,7 @@ async def test_shadows_have_their_own_limit_and_end_at_their_deadline_or_at_shut
     shadows += start_submits(batcher, make_prioritized_request("another kind", "shadow", kind="explain"))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match='Model "m"') as caught:
-        await batcher.submit(make_prioritized_request("one too many", "shadow"))
+        await batcher.infer(make_prioritized_request("one too many", "shadow"))
     assert caught.value.detail == "16 shadows wait"
     first += start_submits(batcher, "b")  # a caller finds its place all the same
     with pytest.raises(DeadlineExceeded):
@@ -173,5 +173,5 @@ async def test_shadows_have_their_own_limit_and_end_at_their_deadline_or_at_shut
 async def test_an_idle_model_runs_a_shadow_at_once():
     model = Model()
     batcher = create_batcher(model.run, max_batch_delay=60_000)
-    assert (await batcher.submit(make_prioritized_request("s", "shadow"))).body == b"s"
+    assert (await batcher.infer(make_prioritized_request("s", "shadow"))).body == b"s"
     await batcher.close()

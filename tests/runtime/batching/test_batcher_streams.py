@@ -33,7 +33,7 @@ async def test_chunks_arrive_in_order_and_the_return_value_is_the_last():
         return [InferenceResponse(b"last", "text/y", 500)]
 
     batcher = create_batcher(run)
-    stream = await batcher.submit(make_request("a"))
+    stream = await batcher.infer(make_request("a"))
     assert isinstance(stream, ResponseStream)
     head = dataclasses.replace(stream.head, timings=None)
     assert head == InferenceResponse(b"", "text/x", 206, "Partly", (("a", "b"),), "1.0", timings=None)
@@ -109,7 +109,7 @@ async def test_closing_a_stream_early_leaves_the_batch_and_later_ones_alone():
     assert [chunk async for chunk in stream] == []
     gate.release(2)
     assert (await other).body == b"last"
-    assert isinstance(await batcher.submit(make_request("c")), ResponseStream)
+    assert isinstance(await batcher.infer(make_request("c")), ResponseStream)
     await batcher.close()
 
 
@@ -123,7 +123,7 @@ async def test_a_stream_whose_reader_is_cancelled_can_be_closed():
         return [InferenceResponse(b"last")]
 
     batcher = create_batcher(run)
-    stream = await batcher.submit(make_request("a"))
+    stream = await batcher.infer(make_request("a"))
 
     async def read():
         return [chunk async for chunk in stream]
@@ -155,7 +155,7 @@ async def test_the_end_of_a_batch_does_not_overtake_its_chunks():
         return [InferenceResponse(text.encode())]
 
     batcher = create_batcher(run)
-    assert (await batcher.submit(make_request("warm-up"))).body == b"warm-up"
+    assert (await batcher.infer(make_request("warm-up"))).body == b"warm-up"
     batcher._max_staged = 64  # short batches are staged behind the first
     rows = start_submits(batcher, "first", "stream", "last")
     await asyncio.sleep(0.01)

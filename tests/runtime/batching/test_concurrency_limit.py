@@ -54,25 +54,26 @@ def served():
 
 async def refused(quota):
     with pytest.raises(QuotaExceeded) as caught:
-        await quota.submit(make_request("x"))
+        await quota.infer(make_request("x"))
     return caught.value
 
 
 def test_the_share_is_full_until_a_call_has_its_answer(served):
     async def scenario(quota, model):
-        tasks = [asyncio.ensure_future(quota.submit(make_request(t))) for t in "ab"]
+        tasks = [asyncio.ensure_future(quota.infer(make_request(t))) for t in "ab"]
         await asyncio.sleep(0)
         error = await refused(quota)
         assert (error.args, error.reason, error.retry_after) == (("m", "1.0", 5), "quota_exceeded", 1)
         with pytest.raises(QuotaExceeded):
-            quota.enqueue(make_request("x"))
+            quota.submit(make_request("x"), pytest.fail)
         model.turn.release()
         await tasks[0]
-        row = quota.enqueue(make_request("c"))
+        cancel = quota.submit(make_request("c"), pytest.fail)
         await refused(quota)
-        row.cancel()  # its caller left
+        cancel()  # its caller left
+        cancel()
         await asyncio.sleep(0)
-        tasks.append(asyncio.ensure_future(quota.submit(make_request("d"))))
+        tasks.append(asyncio.ensure_future(quota.infer(make_request("d"))))
         await asyncio.sleep(0)
         await refused(quota)
         model.turn.release(3)
@@ -83,26 +84,26 @@ def test_the_share_is_full_until_a_call_has_its_answer(served):
 
 def test_every_replica_lets_at_least_one_through(served):
     async def scenario(quota, model):
-        task = asyncio.ensure_future(quota.submit(make_request("a")))
+        task = asyncio.ensure_future(quota.infer(make_request("a")))
         await asyncio.sleep(0)
         await refused(quota)
         quota.set_limit(0, 8)  # no limit any more
-        more = asyncio.ensure_future(quota.submit(make_request("b")))
+        more = asyncio.ensure_future(quota.infer(make_request("b")))
         model.turn.release(2)
         assert [(await each).body for each in (task, more)] == [b"a", b"b"]
 
     served(scenario, limit=3, replicas=8)
 
 
-@pytest.mark.parametrize("way", ["submit", "enqueue", "submit_all"])
+@pytest.mark.parametrize("way", ["infer", "infer_all"])
 @pytest.mark.parametrize("ends", ["read", "closed"])
 def test_a_stream_counts_until_it_ends(served, way, ends):
     async def scenario(quota, model):
         model.turn.release()
-        if way == "submit_all":
-            [stream] = await quota.submit_all([make_request("s")])
+        if way == "infer_all":
+            [stream] = await quota.infer_all([make_request("s")])
         else:
-            stream = await getattr(quota, way)(make_request("s"))
+            stream = await quota.infer(make_request("s"))
         assert isinstance(stream, ResponseStream)
         await refused(quota)
         if ends == "read":
@@ -111,7 +112,7 @@ def test_a_stream_counts_until_it_ends(served, way, ends):
             await stream.aclose()
             await stream.aclose()
         model.turn.release()
-        assert (await quota.submit(make_request("a"))).body == b"a"
+        assert (await quota.infer(make_request("a"))).body == b"a"
 
     served(scenario, limit=1)
 
@@ -125,15 +126,15 @@ def test_of_rows_that_came_together_those_over_the_limit_are_refused_alone(serve
             make_request("mirror", priority="shadow"),
             make_request("c"),
         ]
-        a, b, mirror, c = await quota.submit_all(rows)
+        a, b, mirror, c = await quota.infer_all(rows)
         assert (a.body, b.body, mirror.body) == (b"a", b"b", b"mirror")
         assert isinstance(c, QuotaExceeded)
-        task = asyncio.ensure_future(quota.submit_all([make_request("a"), make_request("b")]))
+        task = asyncio.ensure_future(quota.infer_all([make_request("a"), make_request("b")]))
         await asyncio.sleep(0)
         await refused(quota)
         task.cancel()
         await asyncio.wait([task])
         model.turn.release(3)
-        assert (await quota.submit(make_request("a"))).body == b"a"
+        assert (await quota.infer(make_request("a"))).body == b"a"
 
     served(scenario, limit=2)

@@ -123,7 +123,7 @@ async def until(condition):
 async def test_a_row_stays_until_its_criterion_says_so(counted):
     meters = Meters()
     batcher, steps = counted(meters=meters)
-    answers = await asyncio.gather(*(batcher.submit(make_request(n)) for n in (3, 0, 1)))
+    answers = await asyncio.gather(*(batcher.infer(make_request(n)) for n in (3, 0, 1)))
     assert [type(answer) for answer in answers] == [ResponseStream, InferenceResponse, ResponseStream]
     assert answers[0].head.headers == (("x-began", "yes"),) and answers[0].head.timings.batch_size == 3
     assert await asyncio.gather(*map(chunks, answers)) == [["3", "2", "1", "0"], "0", ["1", "0"]]
@@ -138,9 +138,9 @@ async def test_a_row_stays_until_its_criterion_says_so(counted):
 async def test_rows_join_between_two_steps_as_far_as_there_is_room(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, max_batch_size=2)
-    first = asyncio.ensure_future(batcher.submit(make_request(2, "a")))
+    first = asyncio.ensure_future(batcher.infer(make_request(2, "a")))
     await until(lambda: steps)
-    others = [asyncio.ensure_future(batcher.submit(make_request(1, name))) for name in "bc"]
+    others = [asyncio.ensure_future(batcher.infer(make_request(1, name))) for name in "bc"]
     await until(lambda: batcher.pending == 2)
     assert batcher.ongoing == 3
     turn.release(20)
@@ -153,10 +153,10 @@ async def test_rows_join_between_two_steps_as_far_as_there_is_room(counted):
 async def test_a_caller_that_leaves_frees_its_place(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, max_batch_size=1)
-    stream = asyncio.ensure_future(batcher.submit(make_request(1000, "a")))
+    stream = asyncio.ensure_future(batcher.infer(make_request(1000, "a")))
     await until(lambda: steps)
-    waits = asyncio.ensure_future(batcher.submit(make_request(0, "b")))
-    gone = asyncio.ensure_future(batcher.submit(make_request(0, "gone")))
+    waits = asyncio.ensure_future(batcher.infer(make_request(0, "b")))
+    gone = asyncio.ensure_future(batcher.infer(make_request(0, "gone")))
     await until(lambda: batcher.pending == 2)
     gone.cancel()
     await until(lambda: batcher.pending == 1)
@@ -172,12 +172,12 @@ async def test_a_caller_that_leaves_frees_its_place(counted):
 async def test_a_deadline_ends_a_row_in_mid_stream_and_one_that_waits(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, max_batch_size=1)
-    row = asyncio.ensure_future(batcher.submit(make_request(1000, "a", deadline=time.time() + 1.0)))
+    row = asyncio.ensure_future(batcher.infer(make_request(1000, "a", deadline=time.time() + 1.0)))
     await until(lambda: steps)
     turn.release()
     stream = await row
     with pytest.raises(DeadlineExceeded):
-        await batcher.submit(make_request(0, "b", deadline=time.time() + 0.02))
+        await batcher.infer(make_request(0, "b", deadline=time.time() + 0.02))
     with pytest.raises(DeadlineExceeded):
         await chunks(stream)
     turn.release(5)
@@ -188,16 +188,16 @@ async def test_a_deadline_ends_a_row_in_mid_stream_and_one_that_waits(counted):
 async def test_a_criterion_that_raises_fails_its_row_and_a_handler_that_does_all_of_them(counted):
     batcher, _ = counted()
     good, bad = await asyncio.gather(
-        *(batcher.submit(make_request(n)) for n in (1, "boom")), return_exceptions=True
+        *(batcher.infer(make_request(n)) for n in (1, "boom")), return_exceptions=True
     )
     assert isinstance(bad, HandlerFailed) and "ValueError: boom" in bad.detail
     assert await chunks(good) == ["1", "0"]
-    long = await batcher.submit(make_request(10**9, "long"))
+    long = await batcher.infer(make_request(10**9, "long"))
     with pytest.raises(HandlerFailed):
-        await batcher.submit(make_request("raise"))
+        await batcher.infer(make_request("raise"))
     with pytest.raises(HandlerFailed):
         await chunks(long)
-    assert (await batcher.submit(make_request(0))).body == b"0", "the next step is not theirs"
+    assert (await batcher.infer(make_request(0))).body == b"0", "the next step is not theirs"
     await batcher.close()
 
 
@@ -205,21 +205,21 @@ async def test_a_criterion_that_raises_fails_its_row_and_a_handler_that_does_all
 async def test_kinds_do_not_mix_and_a_full_queue_refuses(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, queue_size=1)
-    first = asyncio.ensure_future(batcher.submit(make_request(1, "a")))
+    first = asyncio.ensure_future(batcher.infer(make_request(1, "a")))
     await until(lambda: steps)
-    second = asyncio.ensure_future(batcher.submit(make_request(0, "why", kind="explain")))
+    second = asyncio.ensure_future(batcher.infer(make_request(0, "why", kind="explain")))
     await until(lambda: batcher.pending == 1)
     with pytest.raises(QueueFull) as refused:
-        await batcher.submit(make_request(0, "b"))
+        await batcher.infer(make_request(0, "b"))
     assert refused.value.retry_after >= 1
-    urgent = asyncio.ensure_future(batcher.submit(make_request(0, "urgent", priority="high")))
+    urgent = asyncio.ensure_future(batcher.infer(make_request(0, "urgent", priority="high")))
     with pytest.raises(QueueFull):
         await second
     turn.release(9)
     assert await chunks(await first) == ["1", "0"] and (await urgent).body == b"0"
-    third = asyncio.ensure_future(batcher.submit(make_request(2, "a2")))
+    third = asyncio.ensure_future(batcher.infer(make_request(2, "a2")))
     await until(lambda: steps[-1] == ["a2"])
-    assert (await batcher.submit(make_request(0, "why", kind="explain"))).body == b"0"
+    assert (await batcher.infer(make_request(0, "why", kind="explain"))).body == b"0"
     assert await chunks(await third) == ["2", "1", "0"]
     assert ["why"] in steps
     await batcher.close()
@@ -229,9 +229,9 @@ async def test_kinds_do_not_mix_and_a_full_queue_refuses(counted):
 async def test_copies_for_a_shadow_wait_until_nobody_else_is_there(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn)
-    first = asyncio.ensure_future(batcher.submit(make_request(1, "a")))
+    first = asyncio.ensure_future(batcher.infer(make_request(1, "a")))
     await until(lambda: steps)
-    copy = asyncio.ensure_future(batcher.submit(make_request(0, "copy", priority="shadow")))
+    copy = asyncio.ensure_future(batcher.infer(make_request(0, "copy", priority="shadow")))
     await asyncio.sleep(0)
     assert batcher.pending == 0
     turn.release(9)
@@ -246,13 +246,13 @@ async def test_a_handler_that_does_not_come_back_is_given_up(counted):
     turn = threading.Semaphore(0)
     hung = []
     batcher, _ = counted(turn, max_batch_size=1, response_timeout=0.05, on_hung=hung.append)
-    rows = [asyncio.ensure_future(batcher.submit(make_request(1, name))) for name in "ab"]
+    rows = [asyncio.ensure_future(batcher.infer(make_request(1, name))) for name in "ab"]
     with pytest.raises(ResponseTimeout):
         await rows[0]
     with pytest.raises(ModelLoading):
         await rows[1]
     with pytest.raises(ModelLoading):
-        await batcher.submit(make_request(1))
+        await batcher.infer(make_request(1))
     assert len(hung) == 1 and "response_timeout (0.05 s)" in hung[0]
     turn.release(9)
 
@@ -261,12 +261,12 @@ async def test_a_handler_that_does_not_come_back_is_given_up(counted):
 async def test_close_lets_streams_come_to_their_end(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn)
-    first = asyncio.ensure_future(batcher.submit(make_request(2)))
+    first = asyncio.ensure_future(batcher.infer(make_request(2)))
     await until(lambda: steps)
     closing = asyncio.ensure_future(batcher.close())
     await asyncio.sleep(0)
     with pytest.raises(ModelLoading):
-        await batcher.submit(make_request(1))
+        await batcher.infer(make_request(1))
     turn.release(9)
     assert await chunks(await first) == ["2", "1", "0"]
     await closing
@@ -281,10 +281,10 @@ async def test_rows_for_a_stream_of_the_same_sequence_join_it(counted):
     sequences = SequenceBatcher(
         batcher, REF, Meters(), "me", SequenceOptions(keys, queue_size=4, max_idle=60, overlap=True)
     )
-    first = asyncio.ensure_future(sequences.submit(make_request(2, "a", headers={"seq": "s"})))
+    first = asyncio.ensure_future(sequences.infer(make_request(2, "a", headers={"seq": "s"})))
     await until(lambda: steps)
     others = [
-        asyncio.ensure_future(sequences.submit(make_request(0, name, headers={"seq": "s"}))) for name in "bc"
+        asyncio.ensure_future(sequences.infer(make_request(0, name, headers={"seq": "s"}))) for name in "bc"
     ]
     turn.release()
     stream = await first

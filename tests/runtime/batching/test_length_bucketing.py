@@ -79,9 +79,9 @@ class Model:
 
 async def waiting(made, model, requests):
     """Return the pending responses of ``requests``, which wait behind a running row."""
-    first = asyncio.ensure_future(made.submit(row(1000)))
+    first = asyncio.ensure_future(made.infer(row(1000)))
     await model.began()
-    rest = [asyncio.ensure_future(made.submit(request)) for request in requests]
+    rest = [asyncio.ensure_future(made.infer(request)) for request in requests]
     await asyncio.sleep(0)
     assert made.pending == len(requests)
     return [first, *rest]
@@ -138,9 +138,9 @@ def test_shadows_run_when_nobody_else_waits():
     async def case():
         model = Model()
         made = Batcher(model.run, REF, Meters(), bucket_by_length=True, max_batch_size=4)
-        first = asyncio.ensure_future(made.submit(row(1000)))
+        first = asyncio.ensure_future(made.infer(row(1000)))
         await model.began()
-        rest = [asyncio.ensure_future(made.submit(request)) for request in requests]
+        rest = [asyncio.ensure_future(made.infer(request)) for request in requests]
         await asyncio.sleep(0)
         model.let()
         await asyncio.wait_for(asyncio.gather(first, *rest), 60)
@@ -158,11 +158,11 @@ def test_the_next_batch_is_chosen_when_it_can_run_but_for_a_full_window():
             made, model, [row(10), *(row(300) for _ in range(14))]
         )  # one short of the window
         answers.append(
-            asyncio.ensure_future(made.submit(row(11)))
+            asyncio.ensure_future(made.infer(row(11)))
         )  # the window is full: a batch lies ready now
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        answers.append(asyncio.ensure_future(made.submit(row(10))))  # too late for it
+        answers.append(asyncio.ensure_future(made.infer(row(10))))  # too late for it
         await asyncio.sleep(0)
         model.let()
         await asyncio.wait_for(asyncio.gather(*answers), 60)
@@ -177,7 +177,7 @@ def test_the_next_batch_is_chosen_when_it_can_run_but_for_a_full_window():
         made = Batcher(model.run, REF, Meters(), bucket_by_length=True, max_batch_size=2)
         answers = await waiting(made, model, [row(10), row(300), row(300)])
         answers.append(
-            asyncio.ensure_future(made.submit(row(10)))
+            asyncio.ensure_future(made.infer(row(10)))
         )  # two batches' rows wait, and it is not too late
         await asyncio.sleep(0)
         model.let()
@@ -260,11 +260,11 @@ def test_a_handler_measures_its_rows_in_other_threads(make_runner):
             return runner.run(requests, emit, prepared)
 
         made = Batcher(run, REF, Meters(), prepare=runner.prepare, bucket_by_length=True, max_batch_size=2)
-        answers = [asyncio.ensure_future(made.submit(words(1)))]
+        answers = [asyncio.ensure_future(made.infer(words(1)))]
         await asyncio.to_thread(running.wait, 60)
         # In bytes the first is like the third; in words, like the second.
         answers += [
-            asyncio.ensure_future(made.submit(request)) for request in (words(9, 10), words(10), words(2, 50))
+            asyncio.ensure_future(made.infer(request)) for request in (words(9, 10), words(10), words(2, 50))
         ]
         await asyncio.sleep(0)
         while any(one.measured_length is None for one in made._queue):

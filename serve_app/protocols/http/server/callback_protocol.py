@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from serve_app.protocols.http.callback_app import CallbackApp, CallbackRequest, create_scope
 from serve_app.protocols.http.exchange import ParsedHead, Receive, Scope, Send
-from serve_app.protocols.http.head_cache import HeadCache
+from serve_app.protocols.http.server.callback_app import CallbackApp, CallbackRequest, create_scope
+from serve_app.protocols.http.server.head_cache import HeadCache
 
 _callback_app: CallbackApp | None = None
 _heads = HeadCache()
@@ -21,6 +22,15 @@ def set_callback_app(app: CallbackApp | None) -> None:
     """Answer predictions at this process's HTTP ports with ``app``; None: with ASGI tasks."""
     global _callback_app
     _callback_app = app
+
+
+class CallbackState(enum.Enum):
+    """The state of a connection's request that needs no ASGI task, or a task for its stream only."""
+
+    IDLE = enum.auto()  # there is none
+    RECEIVING = enum.auto()  # its body is being received
+    RUNNING = enum.auto()  # it waits for its response
+    STREAMING = enum.auto()  # a task sends its response
 
 
 class _PipelineFlow(FlowControl):
@@ -48,26 +58,27 @@ class CallbackProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._request: CallbackRequest | None = None  # whose body is being received
-        self._chunks: list[bytes] = []  # of this body
+        self._state = CallbackState.IDLE
+        self._request: CallbackRequest | None = None  # while RECEIVING and RUNNING
+        self._stream: RequestResponseCycle | None = None  # while STREAMING
+        self._chunks: list[bytes] = []  # of the body
         self._data = b""  # of the present read
         self._size = 0
-        self._active: CallbackRequest | None = None  # that waits for its response
-        self._stream: RequestResponseCycle | None = None  # the task of a request whose response is a stream
         self._is_stopping = False
 
     @property
     def awaits_callback(self) -> bool:
         """True while a request without a task, or the task of its stream, is not complete."""
-        return self._active is not None or self._stream is not None
+        return self._state in (CallbackState.RUNNING, CallbackState.STREAMING)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = _PipelineFlow(transport, self.pipeline)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        request, self._request, self._active = self._request or self._active, None, None
+        request, self._request = self._request, None
         if request is not None:
+            self._state = CallbackState.IDLE
             request.cancel()
         if self._stream is not None:
             self._stream.disconnected = True
@@ -77,7 +88,7 @@ class CallbackProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         if self._stream is not None:
             self._stream.keep_alive = False
-        elif self._active is not None:
+        elif self._state is CallbackState.RUNNING:
             self._is_stopping = True
         else:
             super().shutdown()
@@ -103,8 +114,7 @@ class CallbackProtocol(HttpToolsProtocol):
         """True when nothing is in progress on this connection, so that a callback may answer next."""
         cycle = self.cycle
         return not (
-            self._active is not None
-            or self._stream is not None
+            self._state is not CallbackState.IDLE
             or (cycle is not None and not cycle.response_complete)
             or self.pipeline
             or self.flow.write_paused  # a task waits until the client has read
@@ -112,20 +122,21 @@ class CallbackProtocol(HttpToolsProtocol):
         )
 
     def _submit(self, request: CallbackRequest, body: bytes) -> bool:
-        self._active = request  # the response may be there at once
+        self._state, self._request = CallbackState.RUNNING, request  # the response may be there at once
         if request.submit(body):
             return True
-        self._active = None
+        self._state, self._request = CallbackState.IDLE, None
         return False
 
     def on_headers_complete(self) -> None:
-        if _callback_app is not None:
-            self._request = self._begin(_callback_app)
-        if self._request is None:
+        request = None if _callback_app is None else self._begin(_callback_app)
+        if request is None:
             super().on_headers_complete()
+        else:
+            self._state, self._request = CallbackState.RECEIVING, request
 
     def on_body(self, body: bytes) -> None:
-        if self._request is None:
+        if self._state is not CallbackState.RECEIVING:
             super().on_body(body)
             return
         self._chunks.append(body)
@@ -134,12 +145,12 @@ class CallbackProtocol(HttpToolsProtocol):
             self._continue_in_task()
 
     def on_message_complete(self) -> None:
-        request = self._request
-        if request is not None:
+        if self._state is CallbackState.RECEIVING:
+            request = self._request
+            assert request is not None
             body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
             if self._submit(request, body):
                 _heads.add(self._data, self.scope, body)
-                self._request = None
                 self._chunks.clear()
                 self._size = 0
                 return
@@ -168,7 +179,7 @@ class CallbackProtocol(HttpToolsProtocol):
     def _continue_in_task(self) -> None:
         """Pass the request, with what is here of its body, to the ASGI application."""
         body = b"".join(self._chunks)
-        self._request = None
+        self._state, self._request = CallbackState.IDLE, None
         self._chunks.clear()
         self._size = 0
         super().on_headers_complete()
@@ -185,7 +196,7 @@ class CallbackProtocol(HttpToolsProtocol):
     # The connection of a CallbackRequest
 
     def send_response(self, status: int, headers: bytes, body: bytes) -> None:
-        self._active = None
+        self._state, self._request = CallbackState.IDLE, None
         if self.transport.is_closing():
             return
         start = b"".join(b"%s: %s\r\n" % header for header in self.server_state.default_headers)
@@ -196,7 +207,7 @@ class CallbackProtocol(HttpToolsProtocol):
         self._continue()
 
     def run_task(self, scope: Scope, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._active = None
+        self._state, self._request = CallbackState.STREAMING, None
         self._stream = RequestResponseCycle(
             scope=scope,
             transport=self.transport,
@@ -214,7 +225,7 @@ class CallbackProtocol(HttpToolsProtocol):
         self._start_asgi_task(self._stream, app)
 
     def _on_stream_complete(self) -> None:
-        self._stream = None
+        self._state, self._stream = CallbackState.IDLE, None
         self.on_response_complete()
 
     def _continue(self) -> None:

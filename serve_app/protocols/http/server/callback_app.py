@@ -1,8 +1,8 @@
 """Predictions without an ASGI task: a request is answered by the callback that receives its response.
 
 An ASGI task and its futures cost 60 µs for each request, several times the work of a small model. This path
-has no rule of its own. A request is recognised by its head; what the path does not support, and whatever
-fails before it is admitted, is passed to the ASGI application from its start.
+has no rule of its own. A request is recognised by its head; what the path does not support is passed to the
+ASGI application from its start.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from serve_app.dataplane.admitted_request import AdmittedRequest
 from serve_app.dataplane.data_plane import DataPlane
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, Outcome, ResponseStream
 from serve_app.errors import RelayError
 from serve_app.protocols.http.exchange import (
     BODYLESS_STATUSES,
@@ -43,7 +42,7 @@ class CallbackRoute(Protocol):
         Raises AccessDenied.
         """
 
-    def build_request(self, exchange: HttpExchange, body: bytes) -> InferenceRequest | None:
+    def parse(self, exchange: HttpExchange, body: bytes) -> InferenceRequest | None:
         """Return the request; None where it needs a task. Raises RelayError."""
 
     def render(self, exchange: HttpExchange, response: InferenceResponse) -> Rendered | None:
@@ -119,7 +118,7 @@ class CallbackApp:
 class CallbackRequest:
     """A request of a connection, from its head to its response."""
 
-    __slots__ = ("_admitted", "_app", "_connection", "_exchange", "_route", "_started_at")
+    __slots__ = ("_app", "_cancel", "_connection", "_exchange", "_route", "_started_at")
 
     def __init__(
         self,
@@ -134,37 +133,32 @@ class CallbackRequest:
         self._exchange = exchange
         self._connection = connection
         self._started_at = started_at
-        self._admitted: AdmittedRequest | None = None
+        self._cancel: Cancel | None = None
 
     def submit(self, body: bytes) -> bool:
         """Run the request; return False where it needs a task."""
         exchange = self._exchange
         try:
-            request = self._route.build_request(exchange, body)
-        except RelayError:
-            return False
-        if request is None:
-            return False
-        try:
-            admitted = self._app.plane.admit(request, exchange.grant)
+            request = self._route.parse(exchange, body)
+            if request is None:
+                return False
+            cancel = self._app.plane.submit(request, self._complete, exchange.grant)
         except RelayError as error:
             self._send_error(error)
-            return True
-        if admitted is None:
-            return False
-        self._admitted = admitted
-        admitted.submit(self._complete)
+        else:
+            if not exchange.status:
+                self._cancel = cancel
         return True
 
     def cancel(self) -> None:
         """Withdraw the request of a client that disconnected."""
-        admitted, self._admitted = self._admitted, None
-        if admitted is not None:
-            admitted.cancel()
+        cancel, self._cancel = self._cancel, None
+        if cancel is not None:
+            cancel()
         self._app.finish(self._exchange, self._started_at)
 
-    def _complete(self, outcome: InferenceResponse | ResponseStream | Exception) -> None:
-        self._admitted = None
+    def _complete(self, outcome: Outcome) -> None:
+        self._cancel = None
         try:
             if isinstance(outcome, InferenceResponse):
                 self._exchange.version = outcome.version

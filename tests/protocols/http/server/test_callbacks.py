@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from serve_app.dataplane.admitted_request import AdmittedRequest
+from serve_app.dataplane.running_request import RunningRequest
 from serve_app.domain.access import AccessTable, KeyGrant, KeyLimits
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable
 from serve_app.errors import BatchSizeMismatch
-from serve_app.protocols.http import uvicorn_callbacks, uvicorn_http
-from serve_app.protocols.http.callback_app import CallbackRequest
+from serve_app.protocols.http.server import callback_protocol, http_protocol
+from serve_app.protocols.http.server.callback_app import CallbackRequest
 from tests.support.callback_port import HEAD, ROUTE, Gate, Port, message, talk
 from tests.support.wire_client import RecordingTransport, connect, mask, parse_response, wait_until
 
@@ -182,7 +182,7 @@ def test_a_disconnect_during_a_batch_leaves_the_others(gate: Gate) -> None:
 
 
 def test_an_unfinished_body_is_refused_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn_http, "BODY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 0.0)
 
     async def conversation(port: Port) -> None:
         port.send(HEAD + b"content-length: 10\r\n\r\nabc")
@@ -386,11 +386,11 @@ def test_heads_with_a_proxys_address_are_stored_apart() -> None:
 
     port = talk(conversation)
     assert len({mask(write) for write in port.transport.writes}) == 1
-    assert uvicorn_callbacks._heads.find(message(headers=b"x-forwarded-for: 192.0.2.2\r\n")) is not None
+    assert callback_protocol._heads.find(message(headers=b"x-forwarded-for: 192.0.2.2\r\n")) is not None
 
 
 def test_a_request_is_freed_without_garbage_collection() -> None:
-    types = (AdmittedRequest, CallbackRequest, InferenceRequest, InferenceResponse)
+    types = (RunningRequest, CallbackRequest, InferenceRequest, InferenceResponse)
 
     def count() -> int:
         return sum(type(thing) in types for thing in gc.get_objects())

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 from websockets.frames import Frame, Opcode
 
-from serve_app.protocols.http.uvicorn_websocket import WebSocketProtocol
+from serve_app.protocols.http.server.websocket_protocol import WebSocketProtocol
 from tests.support.wire_client import RecordingTransport, wait_until
 
 HANDSHAKE = (

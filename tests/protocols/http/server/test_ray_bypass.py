@@ -10,7 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
-from serve_app.protocols.http.ray_bypass import BypassMiddleware
+from serve_app.protocols.http.server.ray_bypass import BypassMiddleware
 
 App = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
 

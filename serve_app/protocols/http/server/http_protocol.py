@@ -7,6 +7,7 @@ system calls per response, each of which wakes the reader: HAProxy, on every req
 from __future__ import annotations
 
 import asyncio
+import enum
 import functools
 import resource
 from http import HTTPStatus
@@ -17,8 +18,8 @@ import orjson
 import uvicorn.config
 from uvicorn.server import ServerState
 
-from serve_app.protocols.http.coalescing_transport import CoalescingTransport
-from serve_app.protocols.http.uvicorn_callbacks import CallbackProtocol
+from serve_app.protocols.http.server.callback_protocol import CallbackProtocol, CallbackState
+from serve_app.protocols.http.server.coalescing_transport import CoalescingTransport
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_HEADERS = 100
@@ -41,19 +42,28 @@ class _Refused(Exception):
     """A head beyond the limits, raised inside a callback of the parser."""
 
 
+class ReceiveState(enum.Enum):
+    """The part of a message that a connection receives."""
+
+    NEW = enum.auto()  # nothing yet
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    BETWEEN = enum.auto()  # every message that began is complete
+
+
 class HttpProtocol(CallbackProtocol):
     """uvicorn's protocol over a transport that buffers writes until a response is complete.
 
-    It limits what a client may send and how slowly. ``_stage`` counts the parser's events of a message: its
-    remainder by three is 0 between messages, 1 in a head and 2 in a body. A timer of the port looks at every
-    connection once a second, so that a request costs no timer of its own.
+    It limits what a client may send and how slowly. A timer of the port looks at every connection once a
+    second, so that a request costs no timer of its own.
     """
 
     transport: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._stage = 0
+        self._receives = ReceiveState.NEW
+        self._events = 0  # beginnings and ends of heads and bodies
         self._chunk = self._received = self._body = 0  # bytes: just read, of this message, of its body
         self._is_refused = False
         # At the last check at which the client had made progress: the time, and how far it had come.
@@ -72,16 +82,20 @@ class HttpProtocol(CallbackProtocol):
         if self._is_refused:
             return
         self._chunk = len(data)
-        if self._stage % 3 == 0 and self.accept_message(data):
-            self._stage += 3
+        if self._receives in _BETWEEN_MESSAGES and self.accept_message(data):
+            self._advance(ReceiveState.BETWEEN)
             return
         self._received += self._chunk
         super().data_received(data)
         if self._received > MAX_HEAD_BYTES:
             self._check_size()
 
+    def _advance(self, state: ReceiveState) -> None:
+        self._receives = state
+        self._events += 1
+
     def on_message_begin(self) -> None:
-        self._stage += 1
+        self._advance(ReceiveState.HEAD)
         self._received = self._chunk  # at most so much of it belongs to the message before
         self._body = 0
         super().on_message_begin()
@@ -91,7 +105,7 @@ class HttpProtocol(CallbackProtocol):
             self._received > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES
         ):
             raise _Refused()
-        self._stage += 1
+        self._advance(ReceiveState.BODY)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -99,12 +113,14 @@ class HttpProtocol(CallbackProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._stage += 1
+        self._advance(ReceiveState.BETWEEN)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a message that the parser rejects; a head beyond the limits has status 431."""
-        if self._stage % 3 == 1 and (len(self.headers) > MAX_HEADERS or self._head_bytes() > MAX_HEAD_BYTES):
+        if self._receives is ReceiveState.HEAD and (
+            len(self.headers) > MAX_HEADERS or self._head_bytes() > MAX_HEAD_BYTES
+        ):
             self._refuse_head()
         else:
             super().send_400_response(msg)
@@ -123,13 +139,14 @@ class HttpProtocol(CallbackProtocol):
     def check_progress(self, now: float) -> None:
         """Close the connection of a client that is too slow."""
         unsent = self.transport.get_write_buffer_size()
-        progress = (self._stage, self._received, self.transport.written - unsent)
-        stage, received, sent = self._progress
-        is_reading = self._stage % 3 == 2 and not self.flow.read_paused
+        progress = (self._events, self._received, self.transport.written - unsent)
+        events, received, sent = self._progress
+        state = self._receives
+        is_reading = state is ReceiveState.BODY and not self.flow.read_paused
         if (
-            progress[0] != stage
+            progress[0] != events
             or progress[2] != sent
-            or (self._stage % 3 == 2 and (not is_reading or progress[1] - received >= MIN_BODY_BYTES))
+            or (state is ReceiveState.BODY and (not is_reading or progress[1] - received >= MIN_BODY_BYTES))
         ):
             self._progress_at, self._progress = now, progress
             return
@@ -143,9 +160,9 @@ class HttpProtocol(CallbackProtocol):
             self._time_out(f"less than {MIN_BODY_BYTES} bytes of the body arrived in {BODY_TIMEOUT_S:.0f} s")
         elif self.flow.read_paused:  # earlier requests are being answered
             pass
-        elif (self._stage % 3 == 1 or self._stage == 0) and waited > HEAD_TIMEOUT_S:
+        elif state in (ReceiveState.NEW, ReceiveState.HEAD) and waited > HEAD_TIMEOUT_S:
             self._time_out(f"the request's head took longer than {HEAD_TIMEOUT_S:.0f} s")
-        elif self._stage % 3 == 0 and self._is_idle and waited > self.timeout_keep_alive:
+        elif state in _BETWEEN_MESSAGES and self._is_idle and waited > self.timeout_keep_alive:
             self.transport.close()
 
     @property
@@ -154,12 +171,12 @@ class HttpProtocol(CallbackProtocol):
         return not self.awaits_callback and (self.cycle is None or self.cycle.response_complete)
 
     def _time_out(self, problem: str) -> None:
-        in_body = self._stage % 3 == 2
-        if in_body and self._request is None:
+        in_body = self._receives is ReceiveState.BODY
+        if in_body and self._state is not CallbackState.RECEIVING:
             is_answering = self.cycle is not None and self.cycle.response_started
         else:
             is_answering = not in_body and not self._is_idle
-        if self._stage == 0 or is_answering:
+        if self._receives is ReceiveState.NEW or is_answering:
             self.transport.close()
         else:
             self._refuse(408, f"The client is too slow: {problem}.")
@@ -168,11 +185,13 @@ class HttpProtocol(CallbackProtocol):
         """Refuse a head that is too large, and a body whose framing is far larger than itself."""
         if self._is_refused:
             return
-        stage = self._stage % 3
-        if stage == 1:
+        if self._receives is ReceiveState.HEAD:
             if self._received > _MAX_OVERHEAD or self._head_bytes() > MAX_HEAD_BYTES:
                 self._refuse_head()
-        elif stage == 2 and self._received - self._body > _MAX_OVERHEAD + _OVERHEAD_FACTOR * self._body:
+        elif (
+            self._receives is ReceiveState.BODY
+            and self._received - self._body > _MAX_OVERHEAD + _OVERHEAD_FACTOR * self._body
+        ):
             self._refuse(400, "The chunk extensions or trailers of the body are too large.")
 
     def _head_bytes(self) -> int:
@@ -199,6 +218,7 @@ class HttpProtocol(CallbackProtocol):
         self.loop.call_later(_LINGER_S, self.transport.close)
 
 
+_BETWEEN_MESSAGES = (ReceiveState.NEW, ReceiveState.BETWEEN)
 _checked_ports: WeakSet[ServerState] = WeakSet()
 
 

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from serve_app.protocols.http import uvicorn_http
+from serve_app.protocols.http.server import http_protocol
 from tests.support.wire_client import RecordingTransport, connect
 
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -51,9 +51,9 @@ def noted(app: Any, talk: Callable[[Any, Noted], Awaitable[Any]]) -> list[bytes]
     """Return what is written while ``talk(protocol, transport)`` runs."""
 
     async def run() -> list[bytes]:
-        config = uvicorn.Config(app, http=uvicorn_http.HttpProtocol, lifespan="off", log_config=None)
+        config = uvicorn.Config(app, http=http_protocol.HttpProtocol, lifespan="off", log_config=None)
         config.load()
-        protocol, transport = uvicorn_http.HttpProtocol(config, ServerState(), {}), Noted()
+        protocol, transport = http_protocol.HttpProtocol(config, ServerState(), {}), Noted()
         protocol.connection_made(transport)
         await asyncio.wait_for(talk(protocol, transport), 60)
         return transport.writes
@@ -204,14 +204,14 @@ def test_large_writes_are_not_buffered() -> None:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
-    uvicorn_http.install()
+    http_protocol.install()
 
 
 @pytest.mark.usefixtures("installed")
 def test_servers_of_this_process_use_the_protocol() -> None:
     config = uvicorn.Config(whole)
     config.load()
-    assert config.http_protocol_class is uvicorn_http.HttpProtocol
+    assert config.http_protocol_class is http_protocol.HttpProtocol
 
 
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -239,9 +239,9 @@ def watched(steps: list[tuple[float, bytes]], end: float, app: Any = reads, unse
     """Return what is written when the steps' data arrive at their times, with a check every second."""
 
     async def run() -> list[bytes]:
-        config = uvicorn.Config(app, http=uvicorn_http.HttpProtocol, lifespan="off", log_config=None)
+        config = uvicorn.Config(app, http=http_protocol.HttpProtocol, lifespan="off", log_config=None)
         config.load()
-        protocol, transport = uvicorn_http.HttpProtocol(config, ServerState(), {}), Slow()
+        protocol, transport = http_protocol.HttpProtocol(config, ServerState(), {}), Slow()
         transport.unsent = unsent
         protocol.connection_made(transport)
         pending = list(steps)
@@ -345,15 +345,15 @@ def test_the_framing_of_a_body_is_limited_too() -> None:
 
 
 def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn_http, "max_connections", lambda: 1)
+    monkeypatch.setattr(http_protocol, "max_connections", lambda: 1)
 
     async def run() -> list[list[bytes]]:
-        config = uvicorn.Config(whole, http=uvicorn_http.HttpProtocol, lifespan="off", log_config=None)
+        config = uvicorn.Config(whole, http=http_protocol.HttpProtocol, lifespan="off", log_config=None)
         config.load()
         state = ServerState()
         transports = [Noted(), Noted()]
         for transport in transports:
-            uvicorn_http.HttpProtocol(config, state, {}).connection_made(transport)
+            http_protocol.HttpProtocol(config, state, {}).connection_made(transport)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return [transport.writes for transport in transports]

@@ -28,9 +28,9 @@ from starlette.middleware import Middleware
 
 from serve_app.errors import ReplicaDied
 from serve_app.net.private_files import restrict_umask
-from serve_app.protocols.http import uvicorn_callbacks, uvicorn_http, uvicorn_websocket
-from serve_app.protocols.http.callback_app import CallbackApp
 from serve_app.protocols.http.exchange import DEFAULT_HEADERS
+from serve_app.protocols.http.server import callback_protocol, http_protocol, websocket_protocol
+from serve_app.protocols.http.server.callback_app import CallbackApp
 from serve_app.protocols.torchserve import errors
 
 _log = logging.getLogger("torchrelay.protocols")
@@ -46,8 +46,8 @@ def set_app(app: Any, max_message_size: int, callback_app: CallbackApp | None = 
     """
     global _app
     _app = app
-    uvicorn_callbacks.set_callback_app(callback_app)
-    uvicorn_websocket.set_max_message_size(max_message_size)
+    callback_protocol.set_callback_app(callback_app)
+    websocket_protocol.set_max_message_size(max_message_size)
 
 
 class BypassMiddleware:
@@ -138,6 +138,6 @@ def build() -> list[Middleware]:
     restrict_umask()
     # uvicorn trusts X-Forwarded-For of the loopback by default; see net/client_address.py.
     os.environ["FORWARDED_ALLOW_IPS"] = ""
-    uvicorn_http.install()
-    uvicorn_websocket.install()
+    http_protocol.install()
+    websocket_protocol.install()
     return [Middleware(BypassMiddleware)]
