@@ -23,8 +23,7 @@ from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
 from serve_app.dataplane.key_limits import KeyLimiter
-from serve_app.deployments.host_reports import HostReporter
-from serve_app.deployments.replica_adapters import ReplicaAdapters
+from serve_app.deployments.serving_process.adapters import ReplicaAdapters
 from serve_app.domain.access import ROLES, KeyGrant, KeyLimits
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.key_errors import RateLimited
@@ -35,6 +34,7 @@ from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRout
 from serve_app.domain.signature import Signature, TensorSpec
 from serve_app.domain.tensors import Tensor
 from serve_app.errors import ModelLoading, StartFailed
+from serve_app.runtime.pool.host_reports import HostReporter
 from serve_app.runtime.pool.leaks import LeakDetector
 from serve_app.runtime.pool.memory import MemoryUse
 from serve_app.runtime.pool.version_cache import CacheLimits, VersionCache

@@ -32,7 +32,10 @@ _RAY_PROCESSES = ("raylet", "gcs_server")  # without either, the controller is g
 _RUN_ID = "TORCHRELAY_RUN"  # in the environment of every process of one start, daemons included
 
 # The program that adds our limits and TLS to HAProxy; an environment file of an older release lacks it.
-_HAPROXY_CALLBACK = ("RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH", "serve_app.deployments.haproxy:install")
+_HAPROXY_CALLBACK = (
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH",
+    "serve_app.deployments.ray_internals.haproxy:install",
+)
 
 
 def read_env(path: Path) -> dict[str, str]:
@@ -203,7 +206,7 @@ class ServerProcess:
         if "RAY_ADDRESS" in env:
             command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
         else:
-            command = [sys.executable, "-m", "serve_app.deployments.head_node", str(config)]
+            command = [sys.executable, "-m", "serve_app.deployments.ray_internals.head_node", str(config)]
             if dashboard:
                 command.append("--dashboard")
         with self.log.open("wb") as log:

@@ -18,7 +18,7 @@ from pathlib import Path
 from serve_app.net import fork_client
 
 _COPY_PERIOD_S = 0.5
-_PROGRAM = "serve_app.deployments.deploy"
+_PROGRAM = "serve_app.deployments.ray_internals.deploy"
 _LOG = re.compile(r"worker-[0-9a-f]+-[0-9a-f]+-(\d+)\.(?:out|err)|(raylet|gcs_server)\.err")
 _MARK = re.compile(rb":(actor_name|task_name|job_id):(.*)")
 _MAX_BYTES = 1 << 20  # of one file at once

@@ -25,7 +25,7 @@ from serve_app.client import Client, ServerError, TransportError
 TORCHSERVE = "0.12.0"  # the release whose command line this is
 _JAVA = "org.pytorch.serve.ModelServer"
 # The first process of a Torchrelay server, while it starts and then.
-_MODULES = {"serve_app.deployments.head_node", "serve_app.cli.supervisor"}
+_MODULES = {"serve_app.deployments.ray_internals.head_node", "serve_app.cli.supervisor"}
 _START_TIMEOUT = 300.0  # seconds until requests must be accepted
 
 

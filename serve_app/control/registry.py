@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any, NamedTuple
 
-from serve_app.dataplane import version_router
+from serve_app.dataplane.routing import version_router
 from serve_app.domain.experiment import Experiment
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, Phase
 from serve_app.domain.rollout import Rollout

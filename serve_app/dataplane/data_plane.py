@@ -17,12 +17,13 @@ from random import randrange
 from types import MappingProxyType
 from typing import Protocol
 
-from serve_app.dataplane import version_router, workflow_signature
+from serve_app.dataplane import workflow_signature
 from serve_app.dataplane.experiment_collector import ExperimentCollector
 from serve_app.dataplane.key_limits import Admission, KeyLimiter, count_rows, counts_tokens
+from serve_app.dataplane.routing import version_router
+from serve_app.dataplane.routing.version_router import VersionSelection
 from serve_app.dataplane.running_request import RequestRecorder, RunningRequest
 from serve_app.dataplane.shadow.mirror import ShadowMirror
-from serve_app.dataplane.version_router import VersionSelection
 from serve_app.dataplane.workflow_executor import WorkflowExecutor
 from serve_app.domain import tensors
 from serve_app.domain.access import AccessTable, KeyGrant

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from serve_app.dataplane.count_journal import CountJournal
-from serve_app.dataplane.version_router import VersionSelection
+from serve_app.dataplane.routing.version_router import VersionSelection
 from serve_app.domain.experiment import BUCKET_GROUPS
 from serve_app.domain.json_path import find, parse_json
 from serve_app.domain.request import InferenceResponse

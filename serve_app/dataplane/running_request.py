@@ -8,8 +8,8 @@ from functools import partial
 
 from serve_app.dataplane.experiment_collector import ExperimentCollector
 from serve_app.dataplane.key_limits import Admission, charge_tokens
+from serve_app.dataplane.routing.version_router import VersionSelection
 from serve_app.dataplane.shadow.mirror import ShadowMirror
-from serve_app.dataplane.version_router import VersionSelection
 from serve_app.domain.request import (
     Cancel,
     InferenceRequest,

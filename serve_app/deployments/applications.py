@@ -7,12 +7,12 @@ import warnings
 from typing import Any
 
 from serve_app.control.reconciler import ATTEMPT, MEMORY, DeployAction
-from serve_app.deployments import replica_options
-from serve_app.deployments.fork_worker import MODEL_ENVIRONMENT, PRELOAD
+from serve_app.deployments import options
 from serve_app.deployments.names import GATEWAY, HEAD_RESOURCE, MANAGEMENT
-from serve_app.deployments.pool_host import PoolHost
-from serve_app.deployments.replica import ModelReplica
-from serve_app.deployments.replica_options import COMMON_OPTIONS
+from serve_app.deployments.options import COMMON_OPTIONS
+from serve_app.deployments.ray_internals.fork_worker import MODEL_ENVIRONMENT, PRELOAD
+from serve_app.deployments.serving_process.pool_host import PoolHost
+from serve_app.deployments.serving_process.replica import ModelReplica
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.pool import POOLS
 from serve_app.net.fork_client import SOCKET
@@ -27,7 +27,7 @@ def model_application(settings: Settings, action: DeployAction) -> Any:
     replicas: dict[str, Any] = (
         {"num_replicas": spec.min_workers} if scaling is None else {"autoscaling_config": dict(scaling)}
     )
-    common = {**COMMON_OPTIONS, "graceful_shutdown_timeout_s": replica_options.drain_timeout(spec)}
+    common = {**COMMON_OPTIONS, "graceful_shutdown_timeout_s": options.drain_timeout(spec)}
     with warnings.catch_warnings():
         # Ray deprecates metrics_interval_s, which nothing replaces yet.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -35,19 +35,19 @@ def model_application(settings: Settings, action: DeployAction) -> Any:
             **common,
             **replicas,
             name=spec.ref.app,
-            max_ongoing_requests=replica_options.max_ongoing_requests(spec),
+            max_ongoing_requests=options.max_ongoing_requests(spec),
             max_queued_requests=-1,  # the batcher's own limit applies first, with the protocol's own error
             max_surge_percent=100,  # new replicas start before old ones stop: an update refuses no request
             max_constructor_retry_count=3,
             user_config={
-                **replica_options.user_config(settings, action.desired),
+                **options.user_config(settings, action.desired),
                 ATTEMPT: action.attempt,
                 MEMORY: action.memory,
             },
             ray_actor_options=_actor_options(spec, action.memory),
-            **replica_options.placement_options(spec, action.memory),
+            **options.placement_options(spec, action.memory),
         )
-    deployment._version = replica_options.code_version(spec, settings)
+    deployment._version = options.code_version(spec, settings)
     return deployment.bind(spec, settings.without_secrets())
 
 
@@ -56,10 +56,10 @@ def _actor_options(spec: ModelSpec, memory: int) -> dict[str, Any]:
 
     A version with packages of its own may need another release of torch or of another preloaded package.
     """
-    options = replica_options.actor_resources(spec, memory)
+    actor_options = options.actor_resources(spec, memory)
     preload = {PRELOAD: "none"} if spec.requirements or SOCKET not in os.environ else {}
-    options["runtime_env"] = {"env_vars": {**MODEL_ENVIRONMENT, **preload}}
-    return options
+    actor_options["runtime_env"] = {"env_vars": {**MODEL_ENVIRONMENT, **preload}}
+    return actor_options
 
 
 def _gateway_options(settings: Settings) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ray.util.annotations import RayDeprecationWarning
 from serve_app.batch_prediction.blocks import BatchInputError, Format, InputBlock, read_block
 from serve_app.batch_prediction.predictor import BlockPredictor
 from serve_app.batch_prediction.results import ResultFolder
-from serve_app.deployments.local_node import LocalNode
+from serve_app.deployments.ray_internals.local_node import LocalNode
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import RelayError
 from serve_app.model_store.archive import unpack

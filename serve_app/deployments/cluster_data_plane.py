@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
+from serve_app.dataplane.routing.prefix_router import PrefixRouter
+from serve_app.dataplane.routing.sequence_router import LocalReplica, SequenceRouter, sequence_headers
 from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.deployments.management_client import ReportQueue
-from serve_app.deployments.pool_client import LocalHost, VersionClients
-from serve_app.deployments.prefix_router import PrefixRouter
-from serve_app.deployments.replica_channels import break_off_lost_connections
-from serve_app.deployments.sequence_router import LocalReplica, SequenceRouter, sequence_headers
+from serve_app.deployments.ray_internals.replica_channels import break_off_lost_connections
+from serve_app.deployments.transport.pool_client import LocalHost, VersionClients
 from serve_app.runtime.backends import Backend
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters

@@ -10,13 +10,13 @@ from ray import serve
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import RoutingTableReader
-from serve_app.deployments import ray_metrics
 from serve_app.deployments.cluster_data_plane import create_data_plane
-from serve_app.deployments.control_rpc import ControlClient
-from serve_app.deployments.grpc_listener import GrpcListener
+from serve_app.deployments.listeners.grpc import GrpcListener
 from serve_app.deployments.management_client import ManagementClient
 from serve_app.deployments.names import SERVER
-from serve_app.deployments.ray_metrics import ExportedLoad, ExportedProcess
+from serve_app.deployments.ray_internals import metrics as ray_metrics
+from serve_app.deployments.ray_internals.metrics import ExportedLoad, ExportedProcess
+from serve_app.deployments.transport.control_rpc import ControlClient
 from serve_app.net import tls
 from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.grpc_app import inference_server

@@ -49,18 +49,18 @@ from serve_app.control.table_publisher import Nudge, TablePublisher
 from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
 from serve_app.dataplane.data_plane import RoutingTableReader
-from serve_app.deployments import env_check
 from serve_app.deployments.applications import model_application
 from serve_app.deployments.cluster_data_plane import create_data_plane
-from serve_app.deployments.control_rpc import ControlDispatcher
-from serve_app.deployments.controller_memory import bound_controller_memory
-from serve_app.deployments.grpc_listener import load_credentials
 from serve_app.deployments.key_creation import create_keys
+from serve_app.deployments.listeners.grpc import load_credentials
+from serve_app.deployments.listeners.management import ManagementListeners
 from serve_app.deployments.management_client import ReportQueue
-from serve_app.deployments.management_listeners import ManagementListeners
-from serve_app.deployments.pool_client import VersionClients, load_in_host
-from serve_app.deployments.replica_adapters import load_in_replica
-from serve_app.deployments.replica_options import autoscaling_config, user_config
+from serve_app.deployments.options import autoscaling_config, user_config
+from serve_app.deployments.ray_internals import env_check
+from serve_app.deployments.ray_internals.controller_memory import bound_controller_memory
+from serve_app.deployments.serving_process.adapters import load_in_replica
+from serve_app.deployments.transport.control_rpc import ControlDispatcher
+from serve_app.deployments.transport.pool_client import VersionClients, load_in_host
 from serve_app.domain.access import KeyDemand, KeyShare
 from serve_app.domain.audit import Actor
 from serve_app.domain.model import ModelRef, ModelSpec, Stage

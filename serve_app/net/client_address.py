@@ -14,7 +14,8 @@ from functools import lru_cache
 from serve_app.errors import ConfigurationError
 from serve_app.settings import is_loopback
 
-_HAPROXY_CALLBACK = "serve_app.deployments.haproxy:install"  # it makes HAProxy append the address
+# It makes HAProxy append the address.
+_HAPROXY_CALLBACK = "serve_app.deployments.ray_internals.haproxy:install"
 
 
 _MAX_CACHED_CLIENTS = 4096

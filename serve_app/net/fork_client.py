@@ -1,4 +1,4 @@
-"""The client of the fork server (serve_app/deployments/fork_server.py); it imports only what it needs."""
+"""The client of the fork server (deployments/ray_internals/fork_server.py); it imports only what it needs."""
 
 from __future__ import annotations
 

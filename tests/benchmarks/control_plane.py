@@ -29,7 +29,7 @@ from serve_app.control.registry import ModelRecord, Registry, desired_states
 from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
-from serve_app.deployments.replica_options import autoscaling_config, user_config
+from serve_app.deployments.options import autoscaling_config, user_config
 from serve_app.domain.model import ModelSpec, ReplicaInfo
 from serve_app.domain.routing_table import RoutingTable, TableDelta
 from serve_app.settings import Settings

@@ -1,9 +1,9 @@
 """Ray Serve's HAProxy in front of one server: the same binary, and the configuration of a fast-path route.
 
 ``python -m tests.benchmarks.haproxy_front NAME PORT FRONT_PORT FOLDER`` renders it with Ray Serve's own code
-and the template of ``serve_app.deployments.haproxy``, and becomes HAProxy. The environment must have the
-variables of configs/serve.env, from which Ray Serve takes its values. The route is ``/predictions/NAME``; the
-server replaces the gateway at ``/`` too.
+and the template of ``serve_app.deployments.ray_internals.haproxy``, and becomes HAProxy. The environment must
+have the variables of configs/serve.env, from which Ray Serve takes its values. The route is
+``/predictions/NAME``; the server replaces the gateway at ``/`` too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from ray.serve._private import haproxy as ray_haproxy
 from ray.serve.config import HTTPOptions
 
-from serve_app.deployments import haproxy
+from serve_app.deployments.ray_internals import haproxy
 
 
 def render(name: str, port: int, front_port: int, folder: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import timeit
 
-from serve_app.dataplane.version_router import next_bucket_cursor, select_version
+from serve_app.dataplane.routing.version_router import next_bucket_cursor, select_version
 from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.traffic_policy import ActiveSplit, StickyKey, TrafficPolicy, allocate

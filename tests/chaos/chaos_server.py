@@ -190,7 +190,7 @@ PROCESSES: dict[str, Find] = {
     "proxy actor": _titled("ProxyActor"),
     "HAProxy": lambda server: _titled("haproxy")(server)[:1],  # the newest; older ones finish requests
     "HAProxy manager": _titled("HAProxyManager"),
-    "fork servers": _module("serve_app.deployments.fork_server"),
+    "fork servers": _module("serve_app.deployments.ray_internals.fork_server"),
     "runtime environment agent": _titled("RuntimeEnvAgent"),
     "dashboard agent": _titled("DashboardAgent"),
     "raylet": _titled("raylet"),

@@ -12,7 +12,7 @@ from serve_app import errors
 from serve_app.client import NO_RETRIES
 from serve_app.client import errors as client_errors
 from serve_app.client.errors import _BY_REASON
-from serve_app.deployments import haproxy
+from serve_app.deployments.ray_internals import haproxy
 from serve_app.protocols.openinference.errors import UnsupportedFeature
 from tests.support.inference_functions import ClientFactory, failing
 

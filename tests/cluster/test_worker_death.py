@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from serve_app.deployments.haproxy import replica_died
+from serve_app.deployments.ray_internals.haproxy import replica_died
 from tests.support.archives import ECHO, make_archive
 from tests.support.load import Load, Trickle
 from tests.support.server import Server

@@ -20,7 +20,7 @@ from serve_app.control.replica_health import HealthTracker
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.control.traffic import TrafficService
-from serve_app.deployments.control_rpc import ControlDispatcher
+from serve_app.deployments.transport.control_rpc import ControlDispatcher
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.audit import Actor, AuditQuery
 from serve_app.domain.model import ModelSpec

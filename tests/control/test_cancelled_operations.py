@@ -34,7 +34,7 @@ from serve_app.dataplane.capture.recorder import CaptureReport
 from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
 from serve_app.dataplane.shadow.mirror import ShadowPair
 from serve_app.dataplane.shadow.stats import ShadowStats
-from serve_app.deployments.control_rpc import METHODS
+from serve_app.deployments.transport.control_rpc import METHODS
 from serve_app.domain import traffic_policy, workflow_graph
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.api_key import KeyRequest, StoredKey

@@ -13,7 +13,7 @@ from serve_app.control.registry import (
     find_version,
 )
 from serve_app.control.registry_changes import apply_archive, register, scale, set_default, unregister
-from serve_app.dataplane import version_router
+from serve_app.dataplane.routing import version_router
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ReplicaInfo
 from serve_app.domain.request import InferenceRequest
 from serve_app.domain.traffic_policy import TrafficPolicy, allocate

@@ -16,7 +16,7 @@ from serve_app.control.metric_store import MetricStore
 from serve_app.control.persistence.database import Database
 from serve_app.dataplane.count_journal import CountJournal, abandoned_reports
 from serve_app.dataplane.experiment_collector import ExperimentCollector, replay
-from serve_app.dataplane.version_router import VersionSelection
+from serve_app.dataplane.routing.version_router import VersionSelection
 from serve_app.deployments.management_client import ReportQueue
 from serve_app.domain.request import InferenceResponse
 from serve_app.domain.routing_table import VersionRoute

@@ -16,7 +16,7 @@ from serve_app.dataplane.experiment_collector import (
     count_slower,
     quantile,
 )
-from serve_app.dataplane.version_router import VersionSelection
+from serve_app.dataplane.routing.version_router import VersionSelection
 from serve_app.domain.experiment import BUCKET_GROUPS
 from serve_app.domain.request import InferenceResponse
 from serve_app.domain.routing_table import VersionRoute

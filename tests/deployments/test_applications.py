@@ -13,14 +13,14 @@ from serve_app import main
 from serve_app.control.reconciler import DeployAction
 from serve_app.control.registry import DesiredState
 from serve_app.deployments.applications import model_application
-from serve_app.deployments.fork_worker import MODEL_ENVIRONMENT, PRELOAD
-from serve_app.deployments.replica_options import (
+from serve_app.deployments.options import (
     TUNABLE_FIELDS,
     autoscaling_config,
     code_version,
     max_ongoing_requests,
     user_config,
 )
+from serve_app.deployments.ray_internals.fork_worker import MODEL_ENVIRONMENT, PRELOAD
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.model import ModelSpec
 from serve_app.settings import Settings, load

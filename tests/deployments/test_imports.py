@@ -13,10 +13,10 @@ pytestmark = pytest.mark.integration
 @pytest.mark.parametrize(
     ("module", "unneeded"),
     [
-        ("serve_app.deployments.replica", ["sqlalchemy", "alembic", "torch", "transformers"]),
+        ("serve_app.deployments.serving_process.replica", ["sqlalchemy", "alembic", "torch", "transformers"]),
         ("serve_app.deployments.gateway", ["sqlalchemy", "alembic", "torch", "transformers", "httpx"]),
         ("serve_app.deployments.management", ["torch", "transformers"]),
-        ("serve_app.deployments.fork_worker", ["ray", "yaml", "subprocess", "asyncio"]),
+        ("serve_app.deployments.ray_internals.fork_worker", ["ray", "yaml", "subprocess", "asyncio"]),
         ("serve_app.cli.supervisor", ["ray", "yaml", "psutil", "httpx", "asyncio"]),
     ],
 )

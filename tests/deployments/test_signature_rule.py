@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
-from serve_app.deployments.node_archive import NodeArchive
+from serve_app.deployments.serving_process.node_archive import NodeArchive
 from serve_app.domain.adapter import AdapterRequest
 from serve_app.domain.model import ModelSpec, Registration
 from serve_app.errors import SignatureRejected

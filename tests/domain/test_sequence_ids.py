@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.dataplane.version_router import select_version
+from serve_app.dataplane.routing.version_router import select_version
 from serve_app.domain import sequence_ids
 from serve_app.domain.rendezvous import rank_replicas
 from serve_app.domain.request import InferenceRequest

@@ -253,7 +253,7 @@ class Hosts:
         """Deploy the application, and wait until every host's ports answer."""
         address = f"{self[0].address}:6379"
         deployed = self[0].start(
-            sys.executable, "-m", "serve_app.deployments.deploy", address, "/tmp/app.yaml"
+            sys.executable, "-m", "serve_app.deployments.ray_internals.deploy", address, "/tmp/app.yaml"
         )
         assert deployed.wait(120) == 0, self[0].log()
         self.wait(lambda: self.management.get("/models").is_success, "Management")

@@ -13,7 +13,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import persist_port
 
-from serve_app.deployments import fork_worker
+from serve_app.deployments.ray_internals import fork_worker
 from serve_app.net.fork_client import SOCKET
 
 PORTS = {  # of this host's agents
@@ -40,7 +40,9 @@ class HostNode(Node):
 
 address, *head = sys.argv[1:]
 fork_server = subprocess.Popen(
-    [sys.executable, "-m", "serve_app.deployments.fork_server"], stdin=subprocess.PIPE, text=True
+    [sys.executable, "-m", "serve_app.deployments.ray_internals.fork_server"],
+    stdin=subprocess.PIPE,
+    text=True,
 )
 parameters = RayParams(
     node_ip_address=address,

@@ -5,7 +5,7 @@ from serve_app.net.client_address import TrustedProxies, inference_proxies
 
 HAPROXY = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "serve_app.deployments.haproxy:install",
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "serve_app.deployments.ray_internals.haproxy:install",
 }
 
 
@@ -47,7 +47,7 @@ def test_invalid_networks_are_refused():
 def test_haproxy_sends_the_clients_address():
     from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-    from serve_app.deployments import haproxy
+    from serve_app.deployments.ray_internals import haproxy
 
     template = haproxy.adapt_template(HAPROXY_CONFIG_TEMPLATE)
     assert "http-request set-header x-forwarded-for %[src]" in template or "option forwardfor" in template

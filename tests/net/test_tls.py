@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from serve_app.deployments.grpc_listener import GrpcListener, ManagementGrpcListener, load_credentials
-from serve_app.deployments.http_listener import HttpListener
+from serve_app.deployments.listeners.grpc import GrpcListener, ManagementGrpcListener, load_credentials
+from serve_app.deployments.listeners.http import HttpListener
 from serve_app.errors import ConfigurationError
 from serve_app.net import tls
 from serve_app.protocols.grpc.http2.server import Http2Server

@@ -39,7 +39,7 @@ from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
 from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
-from serve_app.deployments.control_rpc import ControlDispatcher
+from serve_app.deployments.transport.control_rpc import ControlDispatcher
 from serve_app.domain.access import ROLES, KeyGrant
 from serve_app.domain.async_prediction import StoredRequest, StoredResponse
 from serve_app.domain.key_settings import KeySettings

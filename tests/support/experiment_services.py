@@ -8,7 +8,7 @@ from typing import Any
 
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.result_history import ResultHistory
-from serve_app.dataplane import version_router
+from serve_app.dataplane.routing import version_router
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.telemetry.metrics import Meters
 from tests.support.service_api import ServiceApi

@@ -20,7 +20,7 @@ import uvicorn
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
-from serve_app.deployments.grpc_listener import GrpcListener, ManagementGrpcListener
+from serve_app.deployments.listeners.grpc import GrpcListener, ManagementGrpcListener
 from serve_app.domain.access import AccessTable
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.protocols.grpc.http2.server import Http2Server

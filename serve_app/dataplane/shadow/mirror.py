@@ -17,7 +17,7 @@ from dataclasses import replace
 from random import randrange
 from typing import Any, NamedTuple
 
-from serve_app.dataplane import version_router
+from serve_app.dataplane.routing import version_router
 from serve_app.dataplane.shadow.comparison import ResponseComparison, compare
 from serve_app.dataplane.shadow.mismatches import Mismatch, build_mismatch
 from serve_app.dataplane.shadow.stats import ShadowStats

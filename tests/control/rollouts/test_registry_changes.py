@@ -21,8 +21,8 @@ from serve_app.control.registry import (
 )
 from serve_app.control.registry_changes import register, scale, set_default, set_policy, unregister
 from serve_app.control.rollouts import registry_changes, state_machine
-from serve_app.dataplane import version_router
 from serve_app.dataplane.experiment_collector import ArmStats
+from serve_app.dataplane.routing import version_router
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain.experiment import Arm, Experiment, ExperimentMetric
 from serve_app.domain.model import ModelSpec

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
         (["ray::ServeController.get_serve_instance_details"], "ServeController"),
         (["/x/ray/core/src/ray/raylet/raylet", "--raylet_socket_name=/x/gcs"], "raylet"),
         (["ray-dashboard-MetricsHead-0", "-c"], "ray-dashboard-MetricsHead"),
-        (["python", "-m", "serve_app.deployments.fork_server"], "fork server"),
+        (["python", "-m", "serve_app.deployments.ray_internals.fork_server"], "fork server"),
         (["python", "-m", "serve_app.cli", "start"], "torchrelay start"),
         (["/usr/bin/python3"], "python3"),
     ],

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from serve_app.control.api import ControlPlane
-from serve_app.deployments.http_listener import HttpListener
+from serve_app.deployments.listeners.http import HttpListener
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.protocols.http_app import management_app

@@ -22,8 +22,8 @@ from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.reconciler import Reconciler
 from serve_app.control.registry import Registry
 from serve_app.control.replica_health import HealthTracker, ObservedApp
-from serve_app.deployments.node_archive import NodeArchive
-from serve_app.deployments.replica_adapters import ReplicaAdapters
+from serve_app.deployments.serving_process.adapters import ReplicaAdapters
+from serve_app.deployments.serving_process.node_archive import NodeArchive
 from serve_app.domain.access import ROLES, AccessTable, KeyGrant
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.adapter_errors import AdapterRejected
@@ -306,7 +306,7 @@ def test_a_key_covers_the_adapters_of_its_models(cluster: Cluster) -> None:
 def test_a_replica_tries_again_and_drops_what_was_not_stored(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from serve_app.deployments import replica_adapters
+    from serve_app.deployments.serving_process import adapters as replica_adapters
 
     monkeypatch.setattr(replica_adapters, "_RETRY_PERIOD_S", 0.01)
     monkeypatch.setattr(replica_adapters, "_COMMIT_TIMEOUT_S", -1.0)

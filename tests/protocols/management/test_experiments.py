@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serve_app.control import registry_changes
-from serve_app.dataplane import version_router
+from serve_app.dataplane.routing import version_router
 from serve_app.domain.request import InferenceResponse
 from serve_app.errors import Conflict
 from tests.support.experiment_services import BY_CALL, DOCUMENT, ONE_REWARD, Cluster, assert_refused

@@ -13,7 +13,7 @@ import pytest
 from serve_app.control.reconciler import ObservedApp as SeenApp
 from serve_app.control.registry import desired_states, find_version
 from serve_app.control.rollouts.service import RolloutService
-from serve_app.dataplane import version_router
+from serve_app.dataplane.routing import version_router
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.model import ModelRef, ReplicaInfo
 from serve_app.domain.request import InferenceRequest, InferenceResponse
