@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -27,6 +28,8 @@ from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
 from serve_app.model_store.atomic_dir import sync
 from serve_app.settings import KeySettings, Settings
 
+log = logging.getLogger("torchrelay.management")
+
 # TorchServe's kinds, as its file calls them. Each opens its own doors and no others.
 _KINDS: dict[str, frozenset[Right]] = {
     "management": frozenset({"observe", "manage"}),
@@ -35,6 +38,13 @@ _KINDS: dict[str, frozenset[Right]] = {
 }
 TORCHSERVE_NAMES = tuple(f"torchserve-{kind.lower()}" for kind in _KINDS)
 _EXPIRES = "expiration time"
+_WHERE_THE_KEYS_ARE = """
+######
+Requests need a key, because the server is reachable from other machines or because of auth.mode.
+The keys are in %s
+Send one as "Authorization: Bearer KEY": the inference key for predictions, the management key for changes.
+auth.mode: "off" disables keys for all clients.
+######"""
 _SIZE = 18  # random bytes of a key, 24 characters; TorchServe's six could be guessed from their digest
 
 
@@ -183,3 +193,20 @@ def _write(path: Path, text: str) -> None:
         os.unlink(name)
         raise
     sync(path.parent)  # a power failure must not restore a key that was replaced
+
+
+def create_keys(settings: Settings, inference_hosts: list[str], run: str) -> ApiKeys | None:
+    """Return the keys that requests must have, None where they need none, and log it.
+
+    ``run`` identifies the run of the server. This function blocks.
+    """
+    if not settings.requires_keys(*inference_hosts):
+        if settings.is_exposed(*inference_hosts):
+            log.warning(
+                "auth.mode is off, and others than this machine can reach this server: it answers them all"
+            )
+        return None
+    keys = ApiKeys(settings, run)
+    if settings.auth.torchserve_tokens:
+        log.warning("%s", _WHERE_THE_KEYS_ARE % settings.key_file)
+    return keys

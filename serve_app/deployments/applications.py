@@ -8,7 +8,7 @@ from typing import Any
 
 from serve_app.control.reconciler import ATTEMPT, MEMORY, DeployAction
 from serve_app.deployments import options
-from serve_app.deployments.names import GATEWAY, HEAD_RESOURCE, MANAGEMENT
+from serve_app.deployments.management_client import MANAGEMENT
 from serve_app.deployments.options import COMMON_OPTIONS
 from serve_app.deployments.ray_internals.fork_worker import MODEL_ENVIRONMENT, PRELOAD
 from serve_app.deployments.serving_process.pool_host import PoolHost
@@ -17,6 +17,9 @@ from serve_app.domain.model import ModelSpec
 from serve_app.domain.pool import POOLS
 from serve_app.net.fork_client import SOCKET
 from serve_app.settings import Settings
+
+GATEWAY = "Gateway"
+HEAD_RESOURCE = "node:__internal_head__"  # which Ray gives the head node
 
 
 def model_application(settings: Settings, action: DeployAction) -> Any:

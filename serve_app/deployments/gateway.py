@@ -12,8 +12,7 @@ from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.cluster_data_plane import create_data_plane
 from serve_app.deployments.listeners.grpc import GrpcListener
-from serve_app.deployments.management_client import ManagementClient
-from serve_app.deployments.names import SERVER
+from serve_app.deployments.management_client import SERVER, ManagementClient
 from serve_app.deployments.ray_internals import metrics as ray_metrics
 from serve_app.deployments.ray_internals.metrics import ExportedLoad, ExportedProcess
 from serve_app.deployments.transport.control_rpc import ControlClient

@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
 from serve_app.control.adapters import AdapterService
 from serve_app.control.api import ControlPlane
-from serve_app.control.api_keys import ApiKeys
+from serve_app.control.api_keys import ApiKeys, create_keys
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.async_predictions.blob_store import BlobStore
 from serve_app.control.async_predictions.service import AsyncPredictionService
@@ -51,7 +52,6 @@ from serve_app.control.workflows.service import WorkflowService
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.applications import model_application
 from serve_app.deployments.cluster_data_plane import create_data_plane
-from serve_app.deployments.key_creation import create_keys
 from serve_app.deployments.listeners.grpc import load_credentials
 from serve_app.deployments.listeners.management import ManagementListeners
 from serve_app.deployments.management_client import ReportQueue
@@ -151,7 +151,9 @@ class Management:
             self._pool_tracker,
         )
         inference_hosts, inference_port = await self._reconcile_loop.run_in_serve_thread(_inference_addresses)
-        await self._create_services(await create_keys(settings, inference_hosts))
+        run = ray.get_runtime_context().get_session_name()
+        keys = await asyncio.to_thread(create_keys, settings, inference_hosts, run)
+        await self._create_services(keys)
         self._state.on_loopback = all(map(is_loopback, inference_hosts))
         self._table_publisher.expect_readers(
             await self._reconcile_loop.running_readers() - {serve.get_replica_context().replica_id.unique_id}

@@ -16,7 +16,6 @@ from serve_app.dataplane.count_journal import CountJournal, abandoned_reports
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.dataplane.experiment_collector import replay
 from serve_app.dataplane.key_limits import SHARE_PERIOD_S, KeyLimiter
-from serve_app.deployments.names import MANAGEMENT, SERVER
 from serve_app.deployments.ray_internals.actor_classes import bound_actor_classes
 from serve_app.domain.routing_table import TableDelta
 from serve_app.protocols.http import json_web_tokens
@@ -24,6 +23,9 @@ from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_report import MetricsReport
 
 log = logging.getLogger("torchrelay.management_client")
+
+SERVER = "torchrelay"  # the application that holds the gateway and Management; the mark in our user_config
+MANAGEMENT = "Management"  # the deployment
 
 ReportSources = dict[str, Callable[[], Any]]  # by a report's name: returns what is new, None for nothing
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from serve_app import __version__
 from serve_app.control.registry import DesiredState
-from serve_app.deployments.names import SERVER
+from serve_app.deployments.management_client import SERVER
 from serve_app.domain.autoscaling import with_defaults
 from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.settings import Settings

@@ -10,25 +10,24 @@ from dataclasses import replace
 from serve_app.dataplane.capture.recorder import MAX_QUEUED_BYTES, CaptureRecorder
 from serve_app.domain.request import Cancel, InferenceRequest, OnDone, Outcome, ResponseStream
 from serve_app.runtime.backends import Backend
-from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 
 
 class CaptureTap(Backend):
     """A backend that offers answered requests to a recorder."""
 
-    def __init__(self, limit: ConcurrencyLimit, recorder: CaptureRecorder) -> None:
-        self._limit = limit
+    def __init__(self, backend: Backend, recorder: CaptureRecorder) -> None:
+        self._backend = backend
         self._recorder = recorder
 
     def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         if not self._recorder.wants(request):
-            return self._limit.submit(request, on_done)
+            return self._backend.submit(request, on_done)
 
         def complete(outcome: Outcome) -> None:
             self._record(request, outcome)
             on_done(outcome)
 
-        return self._limit.submit(request, complete)
+        return self._backend.submit(request, complete)
 
     def _record(self, request: InferenceRequest, outcome: Outcome) -> None:
         if isinstance(outcome, ResponseStream):

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
 import logging
-import pickle
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from ray import serve
 
-from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.cluster_data_plane import PoolHostBackends, create_data_plane
-from serve_app.deployments.management_client import ManagementClient
-from serve_app.deployments.ray_internals import metrics as ray_metrics
-from serve_app.deployments.ray_internals.metrics import ExportedLoad, ExportedProcess
 from serve_app.deployments.serving_process.pooled_version import PooledVersion
-from serve_app.deployments.serving_process.process import (
-    create_asgi_app,
-    exit_after_flush,
-    pickle_responses,
-    report_crashes,
-    stream_chunks,
-)
+from serve_app.deployments.serving_process.process import ServingProcess, report_crashes
 from serve_app.deployments.transport.pool_client import LocalHost
-from serve_app.deployments.transport.unix_socket import UdsServer, socket_path
 from serve_app.domain.model import ModelRef, ModelSpec
-from serve_app.domain.request import (
-    Cancel,
-    InferenceRequest,
-    InferenceResponse,
-    OnDone,
-    ResponseChunk,
-    ResponseStream,
-)
+from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
 from serve_app.errors import ModelLoading, ModelNotFound, RelayError, Unavailable
-from serve_app.net.private_files import restrict_umask
-from serve_app.runtime.backends import infer, infer_all, run_in_task
+from serve_app.runtime.backends import Backend, run_in_task
 from serve_app.runtime.handler_thread import IDLE_AFTER_S
 from serve_app.runtime.host import malloc
 from serve_app.runtime.pool.host_reports import HostReporter
@@ -48,10 +26,8 @@ from serve_app.runtime.pool.leaks import LeakDetector
 from serve_app.runtime.pool.memory import MemoryUse, claim_device, measure
 from serve_app.runtime.pool.version_cache import CacheLimits, VersionCache
 from serve_app.settings import Settings
-from serve_app.telemetry import access_log, host_metrics, logs, torchserve, tracing
-from serve_app.telemetry.crash_reports import RUNNING_SUFFIX, CrashReporter
-from serve_app.telemetry.logs import ProcessIdentity
-from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry import logs
+from serve_app.telemetry.crash_reports import RUNNING_SUFFIX
 from serve_app.telemetry.running_batches import RunningBatches
 
 log = logging.getLogger("torchrelay.pool")
@@ -62,29 +38,19 @@ Response = InferenceResponse | ResponseStream
 
 @serve.deployment
 @serve.ingress()
-class PoolHost:
+class PoolHost(ServingProcess):
     """A host: a data plane with the versions that it has loaded, and a cache that loads and evicts them."""
 
     async def __init__(self, spec: ModelSpec, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
-        restrict_umask()
-        replica = serve.get_replica_context().replica_id.unique_id
-        logs.configure(settings, ProcessIdentity.of_replica(spec.name, spec.version, replica))
-        tracing.configure(settings, "pool", pool=spec.version, replica=replica)
-        self._pool = spec.version
-        self._settings = settings
-        self._replica = replica
-        self._hung = False
+        self._configure(spec, settings, "pool", pool=spec.version)
+        self._pool, replica = spec.version, self._replica
         self._specs: dict[ModelRef, ModelSpec] = {}  # that this host has loaded, or was sent
         self._counted_evictions = 0
-        self._meters = Meters(torchserve.create_recorders(settings))
-        self._crash_reporter = CrashReporter(settings.crash_reports_dir, spec.ref.app, spec.digest, replica)
         self._running = RunningBatches(
             (settings.crash_reports_dir / replica).with_name(f"{replica}{RUNNING_SUFFIX}")
         )
         faulthandler.enable(all_threads=True)  # which names the thread that crashes; Ray's setting does not
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
-        reader = self._reader = RoutingTableReader(on_table=self._apply_table)
-        self._management_client = ManagementClient(reader, self._meters, settings.counts_dir)
         device_bytes = await asyncio.to_thread(claim_device, spec.num_gpus) if spec.num_gpus else 0
         budget = MemoryUse(int(spec.config["memory"]) << 20, device_bytes)
         self._cache = VersionCache(
@@ -97,41 +63,28 @@ class PoolHost:
         self._leaks = LeakDetector(budget, measure())
         management = self._management_client.management
         self._reporter = HostReporter(self._pool, replica, self._cache, management)
-        local = LocalHost(replica, self._infer_local)
-        self._plane, self._mirror = create_data_plane(
-            reader,
+        self._management_client.on_connect = self._report_all
+        await report_crashes(settings, replica, management)
+        local = LocalHost(replica, self.infer_here)
+        plane, mirror = create_data_plane(
+            self._reader,
             self._meters,
             settings,
             self._management_client.reports,
             host=PoolHostBackends(local, self._cache.loaded),
         )
-        self._management_client.key_limiter = self._plane.key_limiter
-        self._management_client.before_report = self._update_meters
-        self._management_client.on_connect = self._report_all
-        self._access = access_log.access_log(settings)
-        self._uds_server = UdsServer(self._submit)
-        await report_crashes(settings, replica, management)
-        await self._uds_server.open(socket_path(replica))
-        self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
-        process = ExportedProcess(spec.ref.app, replica, "/predictions")
-        self._ray_metrics = ray_metrics.start(settings, self._meters, process, self._measure_load)
-        self._management_client.start()
-        await self._management_client.wait_for_table(timeout=30)
+        await self._serve(_HostBackend(self), plane, mirror, "/predictions")
         self._crash_reporter.set_ready()
         self._start(self._reporter.run())
         self._start(self._watch_memory())
 
     # Requests
 
-    def _submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
-        """Start a request from another process; its version is loaded here if it has to be."""
-        ref = ModelRef(request.model, request.version or "")
-        hosted = self._cache.find(ref, self._find_revision(ref))
-        if hosted is not None:
-            return hosted.submit(request, on_done)
-        return run_in_task(self._infer_local(request), on_done).cancel
+    def find_loaded(self, ref: ModelRef) -> PooledVersion | None:
+        """Return a version, where it is loaded with the revision of the routing table."""
+        return self._cache.find(ref, self._find_revision(ref))
 
-    async def _infer_local(self, request: InferenceRequest, revision: str = "") -> Response:
+    async def infer_here(self, request: InferenceRequest, revision: str = "") -> Response:
         """Return the response of this host's own version, which is loaded first where it is not."""
         ref = ModelRef(request.model, request.version or "")
         revision = revision or self._find_revision(ref)
@@ -145,20 +98,6 @@ class PoolHost:
                 if attempt == 2:
                     raise
         raise AssertionError("unreachable")
-
-    async def infer(self, payload: bytes) -> bytes:
-        """Answer pickled requests of another process, as ModelReplica does."""
-        requests: list[InferenceRequest] = pickle.loads(payload)
-        return await pickle_responses(await infer_all(self._submit, requests))
-
-    async def stream(self, request: InferenceRequest) -> AsyncIterator[ResponseChunk | RelayError]:
-        """Answer one request as chunks, as ModelReplica does."""
-        async with contextlib.aclosing(stream_chunks(infer(self._submit, request))) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def awake(self) -> None:
-        """Return at once; a pool has its hosts always."""
 
     async def load(self, spec: ModelSpec) -> RelayError | None:
         """Load a version; an error is returned, as Ray would log a raised one as a fault of ours."""
@@ -192,10 +131,10 @@ class PoolHost:
 
     async def _open_version(self, spec: ModelSpec) -> PooledVersion:
         slot = self._running.open_slot(spec.ref.app)
-        version = PooledVersion(spec, self._settings, self._meters, slot, self._exit_hung)
+        version = PooledVersion(spec, self._settings, self._meters, self._replica, slot, self._on_hung)
         started_at = time.perf_counter()
         try:
-            await version.open(self._management_client.management, self._replica)
+            await version.open(self._management_client.management)
         except BaseException:
             self._running.close_slot(slot)
             raise
@@ -205,6 +144,9 @@ class PoolHost:
         self._meters.instrument("torchrelay_pool_load_seconds", self._pool).observe(seconds)
         self._apply_limit(version, self._find_route(spec.ref))
         return version
+
+    def _on_hung(self, reason: str, thread: int) -> None:
+        self._exit_hung(reason, thread=thread)
 
     def _find_route(self, ref: ModelRef) -> VersionRoute | None:
         model = self._reader.table.models.get(ref.name)
@@ -266,12 +208,6 @@ class PoolHost:
                 self._reporter.leaked(self._cache.loaded[leak.ref.name, leak.ref.version].spec, leak)
                 await self._cache.evict(leak.ref)
 
-    def _exit_hung(self, reason: str, thread: int) -> None:
-        """End this process after the last responses were sent, because a handler's thread hangs."""
-        self._crash_reporter.report(reason, thread=thread)
-        self._hung = True
-        exit_after_flush()
-
     def _update_meters(self) -> None:
         versions = self._cache.loaded.values()
         for version in versions:
@@ -285,35 +221,37 @@ class PoolHost:
         evictions.inc(self._cache.evictions - self._counted_evictions)
         self._counted_evictions = self._cache.evictions
 
-    def _measure_load(self) -> ExportedLoad:
+    @property
+    def _row_counts(self) -> tuple[int, int]:
         versions = self._cache.loaded.values()
-        return ExportedLoad(sum(v.pending for v in versions), sum(v.ongoing for v in versions))
-
-    def __serve_build_asgi_app__(self) -> Any:
-        management = self._management_client.management
-        return create_asgi_app(self._plane, self._settings, self._meters, self._access, management)
+        return sum(v.pending for v in versions), sum(v.ongoing for v in versions)
 
     def reconfigure(self, config: dict[str, Any]) -> None:
         """Accept Ray Serve's configuration; a host has no setting that changes."""
 
-    async def check_health(self) -> None:
-        if self._hung:
-            raise RuntimeError("a handler hangs")
-
-    def _start(self, work: Any) -> asyncio.Task[None]:
+    def _start(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     async def __del__(self) -> None:
         self._crash_reporter.close()
-        if not self._hung:
+        if not self._is_hung:
             await self._cache.close()
         for task in list(self._tasks):
             task.cancel()
         self._running.close()
-        self._uds_server.close()
-        await self._mirror.close()
-        await asyncio.to_thread(tracing.shutdown)
-        await self._management_client.disconnect()
+        await self._disconnect()
+
+
+class _HostBackend(Backend):
+    """The versions of a host, for the requests of other processes; one that is not loaded is loaded first."""
+
+    def __init__(self, host: PoolHost) -> None:
+        self._host = host
+
+    def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
+        hosted = self._host.find_loaded(ModelRef(request.model, request.version or ""))
+        if hosted is not None:
+            return hosted.submit(request, on_done)
+        return run_in_task(self._host.infer_here(request), on_done).cancel
