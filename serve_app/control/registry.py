@@ -160,8 +160,8 @@ def active_split(registry: Registry, name: str) -> ActiveSplit | None:
     return rollout.active_split if rollout is not None and rollout.state in ("running", "paused") else None
 
 
-class _BuiltRow(NamedTuple):
-    """The row of a model, and what it was built from."""
+class _BuiltRoute(NamedTuple):
+    """The route of a model, and what it was built from."""
 
     record: ModelRecord
     observed: tuple[ModelStatus | None, ...]  # of its versions
@@ -171,15 +171,15 @@ class _BuiltRow(NamedTuple):
 
 
 class TableBuilder:
-    """A builder of routing tables that keeps the rows of unchanged models.
+    """A builder of routing tables that keeps the routes of unchanged models.
 
-    A change of one model among 10,000 then takes a tenth of the time, and readers receive the changed rows
+    A change of one model among 10,000 then takes a tenth of the time, and readers receive the changed routes
     only. ``sequence_header`` is the header, in lower case, in which requests name their sequence.
     """
 
     def __init__(self, sequence_header: str = "") -> None:
         self._sequence_header = sequence_header
-        self._rows: dict[str, _BuiltRow] = {}  # by model
+        self._routes: dict[str, _BuiltRoute] = {}  # by model
 
     def build(
         self,
@@ -194,7 +194,7 @@ class TableBuilder:
         A version without an observation counts as healthy.
         """
         splits = _active_splits(registry)
-        rows: dict[str, _BuiltRow] = {}
+        routes: dict[str, _BuiltRoute] = {}
         for name, record in registry.models.items():
             specs = record.versions.values()
             observed = tuple([statuses.get(spec.ref) for spec in specs])
@@ -202,7 +202,7 @@ class TableBuilder:
                 [s.version for s in specs if not healthy.get(s.ref, True)] if healthy else ()
             )
             split = splits.get(name)
-            known = self._rows.get(name)
+            known = self._routes.get(name)
             if (
                 known is None
                 or known.record is not record
@@ -210,14 +210,14 @@ class TableBuilder:
                 or known.unhealthy != unhealthy
                 or known.split != split
             ):
-                route = self._build_row(record, observed, unhealthy, split)
-                known = _BuiltRow(record, observed, unhealthy, split, route)
-            rows[name] = known
-        self._rows = rows
-        models = {name: row.route for name, row in rows.items()}
+                route = self._build_route(record, observed, unhealthy, split)
+                known = _BuiltRoute(record, observed, unhealthy, split, route)
+            routes[name] = known
+        self._routes = routes
+        models = {name: built.route for name, built in routes.items()}
         return RoutingTable(generation=generation, models=models, startup_complete=startup_complete)
 
-    def _build_row(
+    def _build_route(
         self,
         record: ModelRecord,
         observed: tuple[ModelStatus | None, ...],

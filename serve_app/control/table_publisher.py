@@ -21,7 +21,7 @@ from serve_app.telemetry.metrics_report import MetricsReport
 
 Nudge = Literal["samples", "all samples"]  # a request for the changed values of the reader's metrics, or all
 
-_KEPT_TABLES = 16  # earlier tables; they share the rows that have not changed
+_KEPT_TABLES = 16  # earlier tables; they share the routes that have not changed
 _LIVENESS_CHECK_S = 0.25  # seconds for which a slow reader is waited for before its process is looked up
 
 

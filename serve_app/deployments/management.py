@@ -100,9 +100,9 @@ def _inference_addresses() -> tuple[list[str], int]:
 def _describe_handler(clients: VersionClients) -> DescribeHandler:
     """Return a function that sends a ``describe`` request to one of the replicas of a version."""
 
-    async def describe(ref: ModelRef, row: VersionRoute) -> InferenceResponse | ResponseStream:
+    async def describe(ref: ModelRef, route: VersionRoute) -> InferenceResponse | ResponseStream:
         request = InferenceRequest(ref.name, ref.version, kind="describe")
-        return await clients(ref, row).infer(request)
+        return await clients(ref, route).infer(request)
 
     return describe
 

@@ -90,13 +90,13 @@ class TableDelta:
 
     @classmethod
     def between(cls, before: RoutingTable, after: RoutingTable) -> TableDelta:
-        """Return the difference of two tables; rows that are the same object have not changed."""
+        """Return the difference of two tables; routes that are the same object have not changed."""
         known = before.models
         keeps_access = before.access is after.access
         return cls(
             before.generation,
             replace(after, models={}, access=None if keeps_access else after.access),
-            {name: row for name, row in after.models.items() if known.get(name) is not row},
+            {name: route for name, route in after.models.items() if known.get(name) is not route},
             tuple(known.keys() - after.models.keys()),
             keeps_access,
         )

@@ -68,32 +68,34 @@ class SequenceRouter:
         name = names.read_sequence_id(request.headers, self._keys.id)
         version_requested = not selection.routed_by_policy
         selection = selection._replace(routed_by_policy=False)  # a sequence is never copied to a shadow
-        row = selection.route
+        selected = selection.route
         if not name:
-            ref = ModelRef(request.model, row.version)
-            return selection, TaskBackend(partial(self._infer_unnamed, ref, row))
+            ref = ModelRef(request.model, selected.version)
+            return selection, TaskBackend(partial(self._infer_unnamed, ref, selected))
         replica = names.replica_of(name)
         is_client_name = not replica
         if is_client_name:
-            replica = await self._locate(request, name, row, version_requested)
-        route = self._row_of(request.model, replica) or row
-        if route.version != row.version:
+            replica = await self._locate(request, name, selected, version_requested)
+        route = self._route_of(request.model, replica) or selected
+        if route.version != selected.version:
             if version_requested:
-                why = f"version {route.version} has its state, and the request names version {row.version}"
+                why = (
+                    f"version {route.version} has its state, and the request names version {selected.version}"
+                )
                 raise SequenceLost(request.model, name, why)
             selection = VersionSelection(route)
         ref = ModelRef(request.model, route.version)
         return selection, TaskBackend(partial(self._infer_named, ref, route, replica, name, is_client_name))
 
-    def _row_of(self, model: str, replica: str) -> VersionRoute | None:
+    def _route_of(self, model: str, replica: str) -> VersionRoute | None:
         versions = self._reader.table.models[model].versions
         local = self._local
         if local is not None and local.replica == replica:
             return versions.get(local.ref.version)
-        return next((row for row in versions.values() if replica in row.replica_ids), None)
+        return next((route for route in versions.values() if replica in route.replica_ids), None)
 
     async def _locate(
-        self, request: InferenceRequest, name: str, row: VersionRoute, version_requested: bool
+        self, request: InferenceRequest, name: str, route: VersionRoute, version_requested: bool
     ) -> str:
         """Return the replica for a name chosen by the client.
 
@@ -101,43 +103,43 @@ class SequenceRouter:
         """
         key = request.model, name
         if (replica := self._client_names.get(key)) is not None:
-            if replica in row.replica_ids or not self._starts_sequence(request):
+            if replica in route.replica_ids or not self._starts_sequence(request):
                 self._client_names.move_to_end(key)
                 return replica
             self._forget(request.model, name)  # it starts again, and its former replica is gone
         search = self._searches.get(key)
         if search is None:
             search = self._searches[key] = asyncio.ensure_future(
-                self._search(request.model, name, row, version_requested)
+                self._search(request.model, name, route, version_requested)
             )
             search.add_done_callback(lambda _: self._searches.pop(key, None))
         return await asyncio.shield(search)
 
-    async def _search(self, model: str, name: str, row: VersionRoute, version_requested: bool) -> str:
+    async def _search(self, model: str, name: str, route: VersionRoute, version_requested: bool) -> str:
         """Query every replica for the sequence; without a match choose the best of those that responded."""
         versions = self._reader.table.models[model].versions.values()
-        rows = [row] if version_requested else [r for r in versions if r.stateful]
-        candidates = [(r, replica) for r in rows for replica in r.replica_ids]
+        routes = [route] if version_requested else [r for r in versions if r.stateful]
+        candidates = [(r, replica) for r in routes for replica in r.replica_ids]
         answers = await asyncio.gather(*(self._holds(model, r, replica, name) for r, replica in candidates))
         found = [replica for (_, replica), holds in zip(candidates, answers, strict=True) if holds]
         alive = [
             replica
             for (r, replica), holds in zip(candidates, answers, strict=True)
-            if r is row and holds is not None
+            if r is route and holds is not None
         ]
         replicas = found or rank_replicas(name, alive)
         if not replicas:
-            raise ModelLoading(model, row.version, "none of its replicas answers")
+            raise ModelLoading(model, route.version, "none of its replicas answers")
         self._remember(model, name, replicas[0])
         return replicas[0]
 
-    async def _holds(self, model: str, row: VersionRoute, replica: str, name: str) -> bool | None:
+    async def _holds(self, model: str, route: VersionRoute, replica: str, name: str) -> bool | None:
         """Return whether the replica has the sequence; None where it does not respond."""
         local = self._local
         if local is not None and local.replica == replica:
             return local.holds(name)
         try:
-            return await self._clients(ModelRef(model, row.version), row).holds(replica, name)
+            return await self._clients(ModelRef(model, route.version), route).holds(replica, name)
         except (ConnectionLost, RelayError):
             return None
 
@@ -154,18 +156,18 @@ class SequenceRouter:
         self._client_names.pop((model, name), None)
 
     async def _infer_at(
-        self, ref: ModelRef, row: VersionRoute, replica: str, request: InferenceRequest
+        self, ref: ModelRef, route: VersionRoute, replica: str, request: InferenceRequest
     ) -> Response:
         """Return the response of one replica. Raises RelayError, and ConnectionLost."""
         local = self._local
         if local is not None and local.replica == replica:
             return await local.backend.infer(request)
-        return await self._clients(ref, row).infer_at(replica, request)
+        return await self._clients(ref, route).infer_at(replica, request)
 
     async def _infer_at_any(
         self,
         ref: ModelRef,
-        row: VersionRoute,
+        route: VersionRoute,
         replicas: Iterable[str],
         request: InferenceRequest,
         refusal: RelayError,
@@ -173,25 +175,25 @@ class SequenceRouter:
         """Return the first of ``replicas`` with room, and its response. Raises ``refusal`` where none has."""
         for replica in replicas:
             try:
-                return replica, await self._infer_at(ref, row, replica, request)
+                return replica, await self._infer_at(ref, route, replica, request)
             except (TooManySequences, ModelLoading, ConnectionLost):
                 continue
         raise refusal
 
-    async def _infer_unnamed(self, ref: ModelRef, row: VersionRoute, request: InferenceRequest) -> Response:
+    async def _infer_unnamed(self, ref: ModelRef, route: VersionRoute, request: InferenceRequest) -> Response:
         """Start a sequence without a name at any replica with room, the nearest first."""
         local = self._local
         try:
             if local is not None and local.ref == ref:
                 return await local.backend.infer(request)
-            return await self._clients(ref, row).infer(request)
+            return await self._clients(ref, route).infer(request)
         except (TooManySequences, ModelLoading) as refusal:
-            return (await self._infer_at_any(ref, row, row.replica_ids, request, refusal))[1]
+            return (await self._infer_at_any(ref, route, route.replica_ids, request, refusal))[1]
 
     async def _infer_named(
         self,
         ref: ModelRef,
-        row: VersionRoute,
+        route: VersionRoute,
         replica: str,
         name: str,
         is_client_name: bool,
@@ -199,7 +201,7 @@ class SequenceRouter:
     ) -> Response:
         """Return the response of a sequence's replica. A sequence named by the client may start elsewhere."""
         try:
-            return await self._infer_at(ref, row, replica, request)
+            return await self._infer_at(ref, route, replica, request)
         except (TooManySequences, ModelLoading) as refusal:  # it would start there
             if not is_client_name:
                 raise
@@ -209,8 +211,8 @@ class SequenceRouter:
             error = SequenceLost(ref.name, name, "the replica that had its state has ended")
             if not is_client_name or not self._starts_sequence(request):
                 raise error from None
-        others = [other for other in rank_replicas(name, row.replica_ids) if other != replica]
-        replica, response = await self._infer_at_any(ref, row, others, request, error)
+        others = [other for other in rank_replicas(name, route.replica_ids) if other != replica]
+        replica, response = await self._infer_at_any(ref, route, others, request, error)
         self._remember(ref.name, name, replica)
         return response
 

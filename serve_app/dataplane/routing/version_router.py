@@ -90,14 +90,14 @@ def select_version(
     if not named and policy.header:
         named = request.headers.get(policy.header)
     if named:
-        row = model.versions.get(named) or model.versions.get(policy.labels.get(named, ""))
-        if row is None:
+        route = model.versions.get(named) or model.versions.get(policy.labels.get(named, ""))
+        if route is None:
             raise VersionNotFound(request.model, named)
-        return VersionSelection(row)
+        return VersionSelection(route)
     if model.sequence_header and (sequence_id := request.headers.get(model.sequence_header)):
         replica = sequence_ids.replica_of(sequence_id)
         if replica and (
-            owner := next((row for row in model.versions.values() if replica in row.replica_ids), None)
+            owner := next((route for route in model.versions.values() if replica in route.replica_ids), None)
         ):
             return VersionSelection(owner)  # its first version, whatever the policy is now
         bucket_cursor = bucket_of_key(request.model, sequence_id)
@@ -108,10 +108,10 @@ def select_version(
         if policy.key is not None and (shown := extract_unit(policy.key, request)):
             bucket_cursor = bucket_of_key(policy.salt or request.model, shown)
         version = policy.allocation.owner_of(bucket_cursor)
-    row = model.versions.get(version)
-    if row is None:
+    route = model.versions.get(version)
+    if route is None:
         raise VersionNotFound(request.model, version)
-    return VersionSelection(row, routed_by_policy=True)
+    return VersionSelection(route, routed_by_policy=True)
 
 
 def select_arm(
@@ -124,11 +124,11 @@ def select_arm(
         counted = bool(shown)
         bucket = bucket_of_key(split.salt, shown)
     arm = split.allocation.owner_of(bucket) if counted else split.baseline
-    row = model.versions.get(split.arms[arm])
-    if row is None:
+    route = model.versions.get(split.arms[arm])
+    if route is None:
         raise VersionNotFound(request.model, split.arms[arm])
     return VersionSelection(
-        row, split if counted else None, arm, bucket, shorten_key(shown), routed_by_policy=True
+        route, split if counted else None, arm, bucket, shorten_key(shown), routed_by_policy=True
     )
 
 

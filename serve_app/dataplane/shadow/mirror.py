@@ -32,7 +32,7 @@ log = logging.getLogger("torchrelay.shadow")
 
 MAX_IN_FLIGHT = 4  # copies of one model and live version that are with the shadow, or compared
 MAX_QUEUED = 128  # copies that wait for that
-MAX_BYTES = 32 << 20  # of all copies of this process, with the live answers that they are compared with
+MAX_BYTES = 32 << 20  # of all copies of this process, with the live responses
 
 
 class ShadowPair(NamedTuple):
@@ -44,9 +44,9 @@ class ShadowPair(NamedTuple):
 
 
 class _MirroredRequest(NamedTuple):
-    call: InferenceRequest
+    request: InferenceRequest
     live: InferenceResponse
-    seconds: float  # the live answer took
+    seconds: float  # the live shadow_response took
     deadline: float  # in seconds of time.monotonic()
     size: int
 
@@ -56,18 +56,17 @@ class _MirrorQueue:
 
     def __init__(self, pair: ShadowPair) -> None:
         self.pair = pair
-        self.below = round(pair.shadow.percent / 100 * BUCKET_COUNT)
-        self.lot = randrange(
-            BUCKET_COUNT
-        )  # of its own: the lots by which versions are chosen would pick one version's calls
-        self.queue: deque[_MirroredRequest] = deque()
-        self.flying = 0
-        self.figures = ShadowStats(pair.shadow.keep)
+        self.bucket_limit = round(pair.shadow.percent / 100 * BUCKET_COUNT)
+        # A cursor of its own: that of the version selection would copy the requests of one version alone.
+        self.bucket = randrange(BUCKET_COUNT)
+        self.waiting: deque[_MirroredRequest] = deque()
+        self.in_flight = 0
+        self.stats = ShadowStats(pair.shadow.keep)
 
-    def turn_to(self, shadow: ShadowPolicy) -> None:
+    def update(self, shadow: ShadowPolicy) -> None:
         """Continue the same statistics with another share or timeout."""
         self.pair = self.pair._replace(shadow=shadow)
-        self.below = round(shadow.percent / 100 * BUCKET_COUNT)
+        self.bucket_limit = round(shadow.percent / 100 * BUCKET_COUNT)
 
 
 class ShadowMirror:
@@ -85,8 +84,8 @@ class ShadowMirror:
         self._table = table
         self._remote = remote
         self._meters = meters
-        self._lanes: dict[tuple[str, str], _MirrorQueue] = {}
-        self._retired: list[_MirrorQueue] = []  # whose figures were not taken yet
+        self._queues: dict[tuple[str, str], _MirrorQueue] = {}
+        self._retired: list[_MirrorQueue] = []  # whose stats were not taken yet
         self._bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow")
@@ -94,160 +93,160 @@ class ShadowMirror:
 
     def offer(
         self,
-        call: InferenceRequest,
+        request: InferenceRequest,
         version: str,
-        reply: InferenceResponse | ResponseStream | None,
+        response: InferenceResponse | ResponseStream | None,
         seconds: float,
     ) -> None:
-        """Offer a copy of a request that named no version; ``version`` served it in ``seconds``; ``reply``
+        """Offer a copy of a request that named no version; ``version`` served it in ``seconds``; ``response``
         None: it failed.
 
         This method returns at once and raises nothing.
         """
         try:
-            model = self._table().models.get(call.model)
+            model = self._table().models.get(request.model)
             shadow = model.policy.shadow if model is not None else None
             if model is None or shadow is None or shadow.version == version or self._closed:
                 return
-            lane = self._lane(call.model, version, shadow)
-            lane.lot = version_router.next_bucket_cursor(lane.lot)
-            if lane.lot < lane.below:
-                self._take_in(lane, call, reply, seconds, model.versions.get(shadow.version))
+            mirror_queue = self._find_queue(request.model, version, shadow)
+            mirror_queue.bucket = version_router.next_bucket_cursor(mirror_queue.bucket)
+            if mirror_queue.bucket < mirror_queue.bucket_limit:
+                self._enqueue(mirror_queue, request, response, seconds, model.versions.get(shadow.version))
         except Exception:
-            log.exception("a copy of request %s could not be made", call.request_id)
+            log.exception("a copy of request %s could not be made", request.request_id)
 
     def drain(self) -> list[tuple[ShadowPair, ShadowStats]] | None:
         """Return the statistics since the last call; None where there are none."""
         taken = []
-        for lane in [*self._retired, *self._lanes.values()]:
-            if lane.figures.counts:
-                taken.append((lane.pair, lane.figures))
-                lane.figures = ShadowStats(lane.pair.shadow.keep)
-        self._retired = [lane for lane in self._retired if lane.flying]
-        for key, lane in list(self._lanes.items()):
-            model = self._table().models.get(lane.pair.model)
-            if model is None or model.policy.shadow is None or lane.pair.live not in model.versions:
+        for mirror_queue in [*self._retired, *self._queues.values()]:
+            if mirror_queue.stats.counts:
+                taken.append((mirror_queue.pair, mirror_queue.stats))
+                mirror_queue.stats = ShadowStats(mirror_queue.pair.shadow.keep)
+        self._retired = [mirror_queue for mirror_queue in self._retired if mirror_queue.in_flight]
+        for key, mirror_queue in list(self._queues.items()):
+            model = self._table().models.get(mirror_queue.pair.model)
+            if model is None or model.policy.shadow is None or mirror_queue.pair.live not in model.versions:
                 self._retire(key)
         return taken or None
 
     async def close(self) -> None:
         """Drop the queued copies, and cancel those in flight."""
         self._closed = True
-        for lane in self._lanes.values():
-            lane.queue.clear()
+        for mirror_queue in self._queues.values():
+            mirror_queue.waiting.clear()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _lane(self, model: str, version: str, shadow: ShadowPolicy) -> _MirrorQueue:
-        lane = self._lanes.get((model, version))
-        if lane is not None:
-            if lane.pair.shadow is shadow:
-                return lane
-            if lane.pair.shadow.stats_key == shadow.stats_key:
-                lane.turn_to(shadow)
-                return lane
+    def _find_queue(self, model: str, version: str, shadow: ShadowPolicy) -> _MirrorQueue:
+        mirror_queue = self._queues.get((model, version))
+        if mirror_queue is not None:
+            if mirror_queue.pair.shadow is shadow:
+                return mirror_queue
+            if mirror_queue.pair.shadow.stats_key == shadow.stats_key:
+                mirror_queue.update(shadow)
+                return mirror_queue
             self._retire((model, version))
-        lane = self._lanes[model, version] = _MirrorQueue(ShadowPair(model, version, shadow))
-        return lane
+        mirror_queue = self._queues[model, version] = _MirrorQueue(ShadowPair(model, version, shadow))
+        return mirror_queue
 
     def _retire(self, key: tuple[str, str]) -> None:
-        lane = self._lanes.pop(key)
-        self._bytes -= sum(copy.size for copy in lane.queue)
-        lane.queue.clear()
-        if lane.flying or lane.figures.counts:
-            self._retired.append(lane)
+        mirror_queue = self._queues.pop(key)
+        self._bytes -= sum(copy.size for copy in mirror_queue.waiting)
+        mirror_queue.waiting.clear()
+        if mirror_queue.in_flight or mirror_queue.stats.counts:
+            self._retired.append(mirror_queue)
 
-    def _take_in(
+    def _enqueue(
         self,
-        lane: _MirrorQueue,
-        call: InferenceRequest,
-        reply: InferenceResponse | ResponseStream | None,
+        mirror_queue: _MirrorQueue,
+        request: InferenceRequest,
+        response: InferenceResponse | ResponseStream | None,
         seconds: float,
-        row: VersionRoute | None,
+        route: VersionRoute | None,
     ) -> None:
-        if reply is None:
-            self._count(lane, "skipped", "live_failed")
-        elif isinstance(reply, ResponseStream):
-            self._count(lane, "skipped", "stream")
-        elif row is None or not row.replicas:
-            self._count(lane, "skipped", "no_replica")
+        if response is None:
+            self._count(mirror_queue, "skipped", "live_failed")
+        elif isinstance(response, ResponseStream):
+            self._count(mirror_queue, "skipped", "stream")
+        elif route is None or not route.replicas:
+            self._count(mirror_queue, "skipped", "no_replica")
         else:
-            size = len(reply.body) + sum(len(part.value) for part in call.inputs)
-            if len(lane.queue) >= MAX_QUEUED or self._bytes + size > MAX_BYTES:
-                self._count(lane, "dropped", "queue_full")
+            size = len(response.body) + sum(len(part.value) for part in request.inputs)
+            if len(mirror_queue.waiting) >= MAX_QUEUED or self._bytes + size > MAX_BYTES:
+                self._count(mirror_queue, "dropped", "queue_full")
                 return
             self._bytes += size
-            deadline = time.monotonic() + lane.pair.shadow.timeout_s
-            lane.queue.append(_MirroredRequest(call, reply, seconds, deadline, size))
-            if lane.flying < MAX_IN_FLIGHT:
-                lane.flying += 1
-                task = asyncio.get_running_loop().create_task(self._fly(lane))
+            deadline = time.monotonic() + mirror_queue.pair.shadow.timeout_s
+            mirror_queue.waiting.append(_MirroredRequest(request, response, seconds, deadline, size))
+            if mirror_queue.in_flight < MAX_IN_FLIGHT:
+                mirror_queue.in_flight += 1
+                task = asyncio.get_running_loop().create_task(self._send_waiting(mirror_queue))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _fly(self, lane: _MirrorQueue) -> None:
+    async def _send_waiting(self, mirror_queue: _MirrorQueue) -> None:
         try:
-            while lane.queue:
-                copy = lane.queue.popleft()
+            while mirror_queue.waiting:
+                copy = mirror_queue.waiting.popleft()
                 try:
-                    await self._send(lane, copy)
+                    await self._send(mirror_queue, copy)
                 except Exception:
-                    log.exception("the shadow of request %s failed", copy.call.request_id)
-                    self._count(lane, "error", "internal")
+                    log.exception("the shadow of request %s failed", copy.request.request_id)
+                    self._count(mirror_queue, "error", "internal")
                 finally:
                     self._bytes -= copy.size
         finally:
-            lane.flying -= 1
+            mirror_queue.in_flight -= 1
 
-    async def _send(self, lane: _MirrorQueue, copy: _MirroredRequest) -> None:
-        ref = ModelRef(lane.pair.model, lane.pair.shadow.version)
+    async def _send(self, mirror_queue: _MirrorQueue, copy: _MirroredRequest) -> None:
+        ref = ModelRef(mirror_queue.pair.model, mirror_queue.pair.shadow.version)
         model = self._table().models.get(ref.name)
-        row = model.versions.get(ref.version) if model is not None else None
-        if row is None or not row.replicas:
-            return self._count(lane, "skipped", "no_replica")
+        route = model.versions.get(ref.version) if model is not None else None
+        if route is None or not route.replicas:
+            return self._count(mirror_queue, "skipped", "no_replica")
         left = copy.deadline - time.monotonic()
         if left <= 0:
-            return self._count(lane, "dropped", "deadline")
-        call = replace(
-            copy.call,
+            return self._count(mirror_queue, "dropped", "deadline")
+        request = replace(
+            copy.request,
             version=ref.version,
-            request_id=f"{copy.call.request_id}-shadow",
+            request_id=f"{copy.request.request_id}-shadow",
             deadline=time.time() + left,
             priority="shadow",
         )
         started = time.perf_counter()
         try:
-            answer = await asyncio.wait_for(self._remote(ref, row).infer(call), left)
+            shadow_response = await asyncio.wait_for(self._remote(ref, route).infer(request), left)
         except asyncio.TimeoutError:
-            return self._count(lane, "error", "deadline")
+            return self._count(mirror_queue, "error", "deadline")
         except RelayError as error:
-            return self._count(lane, "error", error.reason)
+            return self._count(mirror_queue, "error", error.reason)
         seconds = time.perf_counter() - started
         self._meters.shadow_latency(ref.name, ref.version, seconds)
-        if isinstance(answer, ResponseStream):
-            await answer.aclose()
-            return self._count(lane, "error", "stream")
+        if isinstance(shadow_response, ResponseStream):
+            await shadow_response.aclose()
+            return self._count(mirror_queue, "error", "stream")
         found, kept = await asyncio.get_running_loop().run_in_executor(
-            self._thread, _judge, lane.pair.shadow, lane.figures, copy, answer
+            self._thread, _compare, mirror_queue.pair.shadow, mirror_queue.stats, copy, shadow_response
         )
         self._meters.shadow(ref.name, ref.version, "agreed" if found.agreed else "disagreed")
         if found.measures.get("label_flipped"):
             self._meters.shadow_flip(ref.name, ref.version)
-        lane.figures.record_comparison(found, copy.seconds, seconds, kept)
+        mirror_queue.stats.record_comparison(found, copy.seconds, seconds, kept)
 
-    def _count(self, lane: _MirrorQueue, outcome: Any, reason: str) -> None:
-        lane.figures.count(outcome, reason)
-        self._meters.shadow(lane.pair.model, lane.pair.shadow.version, outcome)
+    def _count(self, mirror_queue: _MirrorQueue, outcome: Any, reason: str) -> None:
+        mirror_queue.stats.count(outcome, reason)
+        self._meters.shadow(mirror_queue.pair.model, mirror_queue.pair.shadow.version, outcome)
 
 
-def _judge(
-    shadow: ShadowPolicy, figures: ShadowStats, copy: _MirroredRequest, answer: InferenceResponse
+def _compare(
+    shadow: ShadowPolicy, stats: ShadowStats, copy: _MirroredRequest, shadow_response: InferenceResponse
 ) -> tuple[ResponseComparison, Mismatch | None]:
     """Compare two responses in the thread, and build the mismatch that is stored."""
-    found = compare(shadow.compare, copy.live, answer)
-    if found.agreed or not figures.worst_mismatches.accepts(found.distance):
+    found = compare(shadow.compare, copy.live, shadow_response)
+    if found.agreed or not stats.worst_mismatches.accepts(found.distance):
         return found, None
-    return found, build_mismatch(copy.call, copy.live, answer, found, shadow.redact)
+    return found, build_mismatch(copy.request, copy.live, shadow_response, found, shadow.redact)

@@ -157,28 +157,28 @@ class PoolHost(ServingProcess):
         route = self._find_route(ref)
         return route.revision if route is not None else ""
 
-    def _apply_limit(self, version: PooledVersion, row: VersionRoute | None) -> None:
-        if row is not None:
-            version.set_limit(row.max_concurrent_requests, max(row.replicas, row.pool_hosts))
+    def _apply_limit(self, version: PooledVersion, route: VersionRoute | None) -> None:
+        if route is not None:
+            version.set_limit(route.max_concurrent_requests, max(route.replicas, route.pool_hosts))
 
     def _apply_table(self, table: RoutingTable) -> None:
         """Evict versions that were removed or left the pool; load pinned ones; set limits."""
-        rows = {
-            ModelRef(name, version): row
+        routes = {
+            ModelRef(name, version): route
             for name, model in table.models.items()
-            for version, row in model.versions.items()
-            if row.pool == self._pool
+            for version, route in model.versions.items()
+            if route.pool == self._pool
         }
-        revisions = {ref: row.revision for ref, row in rows.items()}
+        revisions = {ref: route.revision for ref, route in routes.items()}
         self._cache.retain(revisions)
         self._reporter.retain(revisions)
         for ref, spec in list(self._specs.items()):
             if revisions.get(ref) != spec.revision:
                 del self._specs[ref]
         for version in self._cache.loaded.values():
-            self._apply_limit(version, rows.get(version.spec.ref))
-        self._cache.pinned = frozenset(ref for ref, row in rows.items() if row.pin_loaded)
-        self._reporter.load_pinned(table, {ref: rows[ref] for ref in self._cache.pinned})
+            self._apply_limit(version, routes.get(version.spec.ref))
+        self._cache.pinned = frozenset(ref for ref, route in routes.items() if route.pin_loaded)
+        self._reporter.load_pinned(table, {ref: routes[ref] for ref in self._cache.pinned})
 
     def _on_cache_change(self) -> None:
         self._leaks.restart(measure(), {version.spec.ref for version in self._cache.loaded.values()})

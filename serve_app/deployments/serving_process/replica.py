@@ -134,13 +134,13 @@ class ModelReplica(ServingProcess):
     def _apply_table(self, table: RoutingTable) -> None:
         """Set this replica's share of its version's concurrency and sequence limits."""
         model = table.models.get(self._spec.name)
-        row = model.versions.get(self._spec.version) if model is not None else None
-        if row is not None:
-            self._version.set_limit(row.max_concurrent_requests, row.replicas)
+        route = model.versions.get(self._spec.version) if model is not None else None
+        if route is not None:
+            self._version.set_limit(route.max_concurrent_requests, route.replicas)
             if self._adapters is not None:
-                self._adapters.apply(row.adapters)
+                self._adapters.apply(route.adapters)
             if self._version.sequences is not None:
-                self._version.sequences.set_replicas(row.replicas)
+                self._version.sequences.set_replicas(route.replicas)
 
     def _holds_sequence(self, sequence: str) -> bool:
         sequences = self._version.sequences

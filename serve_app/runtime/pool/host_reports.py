@@ -69,11 +69,11 @@ class HostReporter:
     def load_pinned(self, table: RoutingTable, pinned: Mapping[ModelRef, VersionRoute]) -> None:
         """Load the pinned versions that belong to this host and are not loaded."""
         hosts = table.pools.get(self._pool, ())
-        for ref, row in pinned.items():
-            if self._replica in rank_hosts(ref, hosts)[: row.pool_hosts] and not self._cache.find(
-                ref, row.revision
+        for ref, route in pinned.items():
+            if self._replica in rank_hosts(ref, hosts)[: route.pool_hosts] and not self._cache.find(
+                ref, route.revision
             ):
-                task = asyncio.ensure_future(self._load(ref, row.revision))
+                task = asyncio.ensure_future(self._load(ref, route.revision))
                 self._pinning.add(task)
                 task.add_done_callback(self._pinning.discard)
 

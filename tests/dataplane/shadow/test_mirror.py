@@ -164,7 +164,7 @@ def test_the_share_is_met_and_spread_evenly(percent: float) -> None:
             drawn = []
             for _ in range(10_000):
                 p.offer(live=None)  # failed: counted, and not sent
-                drawn.append(sum(p.mirror._lanes["m", "1.0"].figures.counts.get("skipped", {}).values()))
+                drawn.append(sum(p.mirror._queues["m", "1.0"].stats.counts.get("skipped", {}).values()))
             assert drawn[-1] == round(percent * 100)
             assert all(abs(done - i * percent / 100) < 4 for i, done in enumerate(drawn, 1))
 
@@ -335,7 +335,7 @@ def test_figures_begin_anew_when_something_else_is_compared() -> None:
             assert taken == {1e-6: {"disagreed": {"numbers": 2}}, 1: {"agreed": {"": 1}}}
             p.table = table(None)
             assert p.mirror.drain() is None
-            assert not p.mirror._lanes
+            assert not p.mirror._queues
             assert p.mirror._bytes == 0
 
     asyncio.run(main())
