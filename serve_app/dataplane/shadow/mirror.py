@@ -46,7 +46,7 @@ class ShadowPair(NamedTuple):
 class _MirroredRequest(NamedTuple):
     request: InferenceRequest
     live: InferenceResponse
-    seconds: float  # the live shadow_response took
+    seconds: float  # of the live response
     deadline: float  # in seconds of time.monotonic()
     size: int
 
