@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import io
 import json
@@ -14,6 +15,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,71 @@ def test_unknown_routes_are_503_with_a_time_to_retry(folder: Path) -> None:
         assert json.loads(body)["code"] == 503
 
     running(api, scenario)
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_path_has_the_longest_route_of_whole_segments(folder: Path) -> None:
+    api = build(folder)
+    routes = {"/": "root", "/predictions/m": "m", "/predictions/m/x": "x", "/predictions/m--x": "m--x"}
+
+    async def respond(name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + name.encode())
+        writer.close()
+
+    async def scenario() -> None:
+        configs, listeners = {}, []
+        for path, name in routes.items():
+            listeners.append(await asyncio.start_server(partial(respond, name), "127.0.0.1", 0))
+            port = listeners[-1].sockets[0].getsockname()[1]
+            servers = [ray_haproxy.ServerConfig("s", "127.0.0.1", port)]
+            configs[name] = ray_haproxy.BackendConfig(
+                name=name, path_prefix=path, app_name=name, servers=servers
+            )
+        api.set_backend_configs(configs)
+        await api.reload()
+        expected = {
+            "/": "root",
+            "/predictions": "root",
+            "/predictions/m": "m",
+            "/predictions/m/": "m",
+            "/predictions/m/1.0?a=b": "m",
+            "/predictions/m/x": "x",
+            "/predictions/m/x/y": "x",
+            "/predictions/m/xy": "m",
+            "/predictions/mm": "root",
+            "/predictions/m--x": "m--x",
+            "/predictions/M": "root",
+        }
+        await until(lambda: get(api, "/predictions/m--x")[2] == b"m--x")
+        assert {path: (await asyncio.to_thread(get, api, path))[2].decode() for path in expected} == expected
+        for listener in listeners:
+            listener.close()
+
+    running(api, scenario)
+
+
+def test_threads_follow_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, threads in {1: 1, 2: 1, 7: 1, 8: 2, 64: 4}.items():
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        cfg = ray_haproxy.HAProxyConfig()
+        haproxy._configure(cfg, {})
+        assert (cfg.nbthread, cfg.has_log_target) == (threads, False)
+    cfg = ray_haproxy.HAProxyConfig(nbthread=3)
+    haproxy._configure(cfg, {haproxy.THREADS: "3", haproxy.LOG_TARGET: "10.0.0.1:514"})
+    assert (cfg.nbthread, cfg.has_log_target) == (3, True)
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_log_target_is_rendered_where_one_is_configured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert " local0 " not in render(build(folder, "/"))
+    monkeypatch.setenv(haproxy.LOG_TARGET, "127.0.0.1:1514")
+    api = build(folder, "/")
+    assert " local0 info" in render(api)
+    check(api)
 
 
 @pytest.mark.usefixtures("changed")
