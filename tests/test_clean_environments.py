@@ -95,7 +95,7 @@ def test_the_core_has_no_torch_and_no_ray(core: CleanEnvironment, tmp_path: Path
     assert core.run("torchrelay", "--help", cwd=tmp_path).returncode == 0
     bench = core.run("torchrelay", "bench", "http://127.0.0.1:1/", "--engine", "asyncio", cwd=tmp_path)
     assert bench.stderr == (
-        "The engine asyncio needs httptools, which is not installed: pip install 'torchrelay[server]'\n"
+        "The engine asyncio needs httptools, which is not installed: pip install 'torchrelay[load-test]'\n"
     )
 
 

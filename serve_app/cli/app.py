@@ -17,6 +17,7 @@ from serve_app.cli.commands.adapters import adapters_app
 from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.audit import audit
 from serve_app.cli.commands.batch import batch
+from serve_app.cli.commands.bench import bench
 from serve_app.cli.commands.console import console as console_command
 from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.drift import drift
@@ -36,7 +37,6 @@ from serve_app.cli.commands.workflow import workflow_app
 from serve_app.cli.errors import StartError, require_server
 from serve_app.cli.terminal import console, errors, fail
 from serve_app.cli.torchserve_flags import DEV_CONFIG, TorchServeFlags, default_config, state_dir
-from serve_app.loadgen.command import bench
 
 if TYPE_CHECKING:
     from serve_app.cli.server_process import ServerProcess

@@ -46,7 +46,7 @@ class ConsoleProcess:
                 return self._socket
             await asyncio.to_thread(self._end)
             if importlib.util.find_spec("nicegui") is None:
-                raise Unavailable("The console needs NiceGUI: pip install 'torchrelay[server]'.")
+                raise Unavailable("The console needs NiceGUI: pip install 'torchrelay[console]'.")
             if self._folder is None:
                 self._folder = tempfile.TemporaryDirectory(prefix="torchrelay-console-")
             self._process = await asyncio.to_thread(self._spawn)

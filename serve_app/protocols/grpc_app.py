@@ -16,13 +16,13 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.errors import AccessDenied
+from serve_app.http2.limits import Http2Limits
+from serve_app.http2.server import Http2Server
 from serve_app.proto import pool
 from serve_app.protocols.grpc import aio_server
 from serve_app.protocols.grpc.call import GrpcCall, ServiceAdapter
 from serve_app.protocols.grpc.call_guard import CallGuard, CallLimits
 from serve_app.protocols.grpc.health import HealthService
-from serve_app.protocols.grpc.http2.limits import Http2Limits
-from serve_app.protocols.grpc.http2.server import Http2Server
 from serve_app.protocols.http.auth import create_actor
 from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.openinference import grpc as openinference

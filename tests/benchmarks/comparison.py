@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send
+from serve_app.load_test import LoadProfile, LoadRequest, LoadResult, send
 from tests.benchmarks import (
     frameworks,
     generation,

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.loadgen.profile import LoadProfile, LoadResult, percentile
+from serve_app.load_test.profile import LoadProfile, LoadResult, percentile
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 

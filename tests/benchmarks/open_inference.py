@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from serve_app.loadgen import LoadRequest, send
+from serve_app.load_test import LoadRequest, send
 from tests.benchmarks.archives import MODELS
 from tests.benchmarks.servers import PeerFailed
 from tests.benchmarks.targets import Contender

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from serve_app.loadgen.profile import LoadResult
+from serve_app.load_test.profile import LoadResult
 from tests.benchmarks.cpu_time import PARTS, Parts
 
 FASTAPI, BARE_PARSER = "FastAPI", "bare-parser"

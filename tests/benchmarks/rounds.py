@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send, wrk
+from serve_app.load_test import LoadProfile, LoadRequest, LoadResult, send, wrk
 from tests.benchmarks import cpu_time
 from tests.benchmarks.archives import MODELS
 from tests.benchmarks.report import Case, Footprint

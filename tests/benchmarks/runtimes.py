@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_app.loadgen.profile import LoadResult
+from serve_app.load_test.profile import LoadResult
 from tests.benchmarks.archives import MODELS, Model
 from tests.benchmarks.servers import ROOT, PeerFailed
 

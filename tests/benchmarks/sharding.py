@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from serve_app.loadgen.profile import LoadProfile, LoadResult
+from serve_app.load_test.profile import LoadProfile, LoadResult
 from tests.benchmarks.targets import Contender, Measurer, measurer
 
 LOGITS, TOKENS = "logits", "tokens"

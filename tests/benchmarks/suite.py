@@ -29,7 +29,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from serve_app.loadgen import wrk
+from serve_app.load_test import wrk
 from tests.benchmarks import (
     servers as peers,
 )

@@ -17,7 +17,7 @@ from typing import IO, Any
 import httpx
 import psutil
 
-from serve_app.loadgen import LoadProfile, LoadRequest, LoadResult, send
+from serve_app.load_test import LoadProfile, LoadRequest, LoadResult, send
 from tests.benchmarks import grpc_load, report, servers
 from tests.benchmarks.archives import MODELS, Model
 from tests.benchmarks.servers import Peer, PeerFailed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.loadgen import LoadProfile, LoadResult
+from serve_app.load_test import LoadProfile, LoadResult
 from tests.benchmarks import report, servers
 from tests.benchmarks.servers import Peer, PeerFailed
 from tests.benchmarks.targets import Contender

@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 import psutil
 
-from serve_app.loadgen import LoadProfile, LoadRequest, send
+from serve_app.load_test import LoadProfile, LoadRequest, send
 from tests.chaos.report import describe_machine
 from tests.support.archives import ECHO, make_archive
 from tests.support.server import Server

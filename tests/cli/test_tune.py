@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,13 +133,6 @@ def test_a_server_that_does_not_respond_is_reported(store: Path) -> None:
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1 and "No server responds at http://127.0.0.1:1" in result.output
     assert sorted(path.name for path in store.parent.iterdir()) == ["model_store"]
-
-
-def test_a_missing_package_is_reported_first(
-    tune: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "nicegui", None)
-    assert "pip install 'torchrelay[server]'" in tune("echo", "--p99", "9ms")
 
 
 def test_variants_that_cannot_win_are_not_tried() -> None:

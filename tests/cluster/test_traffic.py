@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli.app import app
-from serve_app.loadgen.load import measure
-from serve_app.loadgen.profile import LoadProfile as Connections
-from serve_app.loadgen.profile import LoadRequest
+from serve_app.load_test.http_load import measure
+from serve_app.load_test.profile import LoadProfile as Connections
+from serve_app.load_test.profile import LoadRequest
 from tests.support.archives import make_archive
 from tests.support.load import Load
 from tests.support.server import Server

@@ -8,7 +8,7 @@ from typing import Any
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
-from serve_app.protocols.grpc.http2.frames import (
+from serve_app.http2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -17,7 +17,7 @@ from serve_app.protocols.grpc.http2.frames import (
     SETTINGS,
     encode_frame,
 )
-from serve_app.protocols.grpc.http2.server import Http2Server
+from serve_app.http2.server import Http2Server
 from serve_app.protocols.grpc_app import inference_server
 from serve_app.protocols.http_app import ASGIApp, inference_app, management_app
 from serve_app.settings import InferenceSettings, Settings

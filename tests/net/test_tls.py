@@ -21,8 +21,8 @@ from cryptography.x509.oid import NameOID
 from serve_app.deployments.listeners.grpc import GrpcListener, ManagementGrpcListener, load_credentials
 from serve_app.deployments.listeners.http import HttpListener
 from serve_app.errors import ConfigurationError
+from serve_app.http2.server import Http2Server
 from serve_app.net import tls
-from serve_app.protocols.grpc.http2.server import Http2Server
 from serve_app.settings import GrpcSettings, ManagementSettings, Settings
 from tests.support.ports import free_port
 

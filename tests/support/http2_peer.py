@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import hpack
 
-from serve_app.protocols.grpc.http2.frames import (
+from serve_app.http2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -23,9 +23,9 @@ from serve_app.protocols.grpc.http2.frames import (
     SETTINGS,
     encode_frame,
 )
-from serve_app.protocols.grpc.http2.limits import Http2Limits
-from serve_app.protocols.grpc.http2.rpc import RpcContext
-from serve_app.protocols.grpc.http2.server import Http2Server
+from serve_app.http2.limits import Http2Limits
+from serve_app.http2.rpc import RpcContext
+from serve_app.http2.server import Http2Server
 
 
 class EchoServer:

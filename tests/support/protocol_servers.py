@@ -23,7 +23,7 @@ from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTa
 from serve_app.deployments.listeners.grpc import GrpcListener, ManagementGrpcListener
 from serve_app.domain.access import AccessTable
 from serve_app.domain.routing_table import RoutingTable
-from serve_app.protocols.grpc.http2.server import Http2Server
+from serve_app.http2.server import Http2Server
 from serve_app.protocols.grpc_app import inference_server, management_server
 from serve_app.protocols.http_app import ASGIApp, inference_app, management_app
 from serve_app.settings import ControlSettings, InferenceSettings, ManagementSettings, Settings, load

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serve_app.tuning.candidate import Candidate
-from serve_app.tuning.rate_search import LoadStep, find_rate
-from serve_app.tuning.search import TrialRequest
-from serve_app.tuning.trials import Trial
+from serve_app.load_test.candidate import Candidate
+from serve_app.load_test.rate_search import LoadStep, find_rate
+from serve_app.load_test.trials import Trial
+from serve_app.load_test.tuning_search import TrialRequest
 
 SECONDS = 10.0
 

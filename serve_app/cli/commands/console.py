@@ -36,7 +36,7 @@ def console(
         from serve_app.console.server import ConsoleListener, serve
         from serve_app.console.sessions import ServerAddresses
     except ModuleNotFoundError as error:
-        fail(f"The console needs {error.name}: pip install 'torchrelay[server]'")
+        fail(f"The console needs {error.name}: pip install 'torchrelay[console]'")
     address = urlsplit(server)
     if address.scheme not in ("http", "https") or not address.hostname:
         fail(f"--server is {server!r}; it must be an address such as {MANAGEMENT}.")

@@ -11,7 +11,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,9 +37,9 @@ from serve_app.cli.api_client import (
     key_file,
 )
 from serve_app.cli.terminal import console, fail
-from serve_app.cli.tuned_model import TunedModel, read_model
 from serve_app.cli.variant_search import (
     VariantSearchError,
+    find_archive,
     find_samples,
     manifest_document,
     next_version,
@@ -50,9 +50,8 @@ from serve_app.cli.variant_search import (
 )
 from serve_app.client import Client
 from serve_app.errors import RelayError
-from serve_app.loadgen.echarts import EChartsMissing, load_script
-from serve_app.tuning.candidate import AXES, PLAIN, SearchSpace
-from serve_app.tuning.deployment import (
+from serve_app.load_test.candidate import AXES, PLAIN, Candidate, SearchSpace
+from serve_app.load_test.candidate_deployments import (
     CandidateDeployments,
     TuningError,
     check_access,
@@ -61,15 +60,22 @@ from serve_app.tuning.deployment import (
     remove_leftovers,
     write_archive,
 )
-from serve_app.tuning.load import GenerationLoad, PredictionLoad, SampleRequests, TrialLoad
-from serve_app.tuning.report import TuningResult, write_output
-from serve_app.tuning.search import SearchBudget, SearchOutcome
-from serve_app.tuning.trials import TrialStore
-from serve_app.tuning.tuner import TrafficMonitor, Tuner, check_traffic
+from serve_app.load_test.trial_load import GenerationLoad, PredictionLoad, SampleRequests, TrialLoad
+from serve_app.load_test.trials import TrialStore
+from serve_app.load_test.tuner import TrafficMonitor, Tuner, check_traffic
+from serve_app.load_test.tuning_report import TuningResult, write_output
+from serve_app.load_test.tuning_search import SearchBudget, SearchOutcome
+from serve_app.model_store.archive import unpack
+from serve_app.model_store.manifest import HUGGING_FACE, Manifest, handler_module
+from serve_app.model_store.model_check import check_model
+from serve_app.model_store.model_config import ModelConfig
+from serve_app.settings import ModelStoreSettings
 
 NO_CONFIGURATION = 3  # the exit code where no configuration meets the limit
 _STATE, _VARIANTS, _CONFIG = "tune-state.json", "variants", "model-config.yaml"
 _DEFAULT_MINUTES = 10.0
+_SHOWN_DELAY = 100  # a description has this maxBatchDelay where none is set
+_GENERATION_HANDLERS = ("llm",)
 _DEFAULT_TRY = "plain,bfloat16,int8,compile,channels-last,onnx,onnx-int8"
 
 
@@ -148,10 +154,9 @@ def tune(
             f"There is no model store {model_store}. Pass the folder of the server's archives, --model-store."
         )
     try:
-        load_script()
         with tempfile.TemporaryDirectory(prefix="torchrelay-tune-") as temporary, _terminable():
             result = _tune(options, Path(temporary))
-    except (EChartsMissing, TuningError, RelayError) as error:
+    except (TuningError, RelayError) as error:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
@@ -200,10 +205,75 @@ class TuneOptions:
         }
 
 
+@dataclass(frozen=True)
+class TunedModel:
+    """A model to tune: its unpacked archive, its configuration, and its versions on the server."""
+
+    directory: Path
+    manifest: Manifest
+    config: ModelConfig
+    served: list[dict[str, Any]]
+    digest: str
+
+    @property
+    def is_generation(self) -> bool:
+        return handler_module(self.manifest.handler) in _GENERATION_HANDLERS
+
+    @property
+    def baseline(self) -> Candidate:
+        """Return the current configuration."""
+        config = self.config
+        candidate = Candidate(
+            PLAIN, config.min_workers or 1, config.threads, config.batch_size or 1, config.max_batch_delay
+        )
+        if not self.served:
+            return candidate
+        version = self.served[0]
+        delay = version["maxBatchDelay"]
+        if delay == _SHOWN_DELAY and config.max_batch_delay != _SHOWN_DELAY:
+            delay = None
+        workers = max(1, version["minWorkers"])
+        return replace(
+            candidate, workers=workers, batch_size=version["batchSize"], max_batch_delay=delay or None
+        )
+
+
+def _read_model(
+    name: str, store: Path, client: CliClient, version: str | None, temporary: Path
+) -> TunedModel:
+    """Unpack and check an archive, or that of a served model. Raises RelayError; exits for unknown names."""
+    archive, served = find_archive(name, store, client, version)
+    directory = (
+        archive.resolve()
+        if archive.is_dir()
+        else unpack(archive, temporary / "archive", ModelStoreSettings())
+    )
+    manifest = Manifest.read(directory, archive.name)
+    if served:  # the registration may have overridden the archive
+        manifest = replace(manifest, model_name=served[0]["modelName"], version=served[0]["modelVersion"])
+    trusted = ModelConfig.read(directory, manifest).trusted is True
+    config = check_model(directory, manifest, served[0].get("task") if served else None, trusted)
+    if served and manifest.handler == HUGGING_FACE and "task" not in served[0]:
+        fail(f"{name} was registered with its own handler. Pass its archive, {archive}, instead.")
+    return TunedModel(directory, manifest, config, served, _digest(archive))
+
+
+def _digest(archive: Path) -> str:
+    """Return a digest of an archive, or of a model folder's names, sizes and times."""
+    if archive.is_file():
+        with archive.open("rb") as file:
+            found = hashlib.sha256()
+            while block := file.read(1 << 20):
+                found.update(block)
+            return found.hexdigest()
+    stats = [(str(f.relative_to(archive)), f.stat()) for f in sorted(archive.rglob("*")) if f.is_file()]
+    return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()
+
+
 def _tune(options: TuneOptions, temporary: Path) -> TuningResult:
     """Check everything without a side effect, then search and write the output."""
     describing = CliClient(options.management, options.token)
-    model = read_model(options.model, options.model_store, describing, options.version, temporary)
+    model = _read_model(options.model, options.model_store, describing, options.version, temporary)
     files = [Path(f) for f in find_samples(model.directory, model.config, options.data, "--data")]
     samples = SampleRequests.read(files)
     load = _create_load(options, model, samples)

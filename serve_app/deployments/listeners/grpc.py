@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+from typing import Protocol
 
 import grpc
 import grpc.aio
 
 from serve_app.net import tls
 from serve_app.net.bind import BIND_TIMEOUT, bind
-from serve_app.protocols.grpc.http2.server import Http2Server
 from serve_app.settings import Settings
 
 _SHUTDOWN_TIMEOUT_S = 5.0  # seconds in which running calls may end
+
+
+class GrpcServer(Protocol):
+    """A server that accepts connections on sockets that are already bound."""
+
+    @property
+    def calls(self) -> int:
+        """The number of running calls."""
+
+    async def serve(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None: ...
+
+    async def stop(self, grace: float) -> None: ...
 
 
 class GrpcListener:
@@ -24,7 +37,7 @@ class GrpcListener:
 
     def __init__(
         self,
-        server: Http2Server,
+        server: GrpcServer,
         host: str,
         port: int,
         setting: str,

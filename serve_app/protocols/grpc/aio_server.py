@@ -22,7 +22,7 @@ _MAX_CONNECTIONS = 1_024
 
 
 class AioContext:
-    """A call of gRPC's own server, with the part of ``RpcContext`` that unary methods use."""
+    """A call of gRPC's own server, with the part of ``CallContext`` that unary methods use."""
 
     authorized = False  # the method checks the key itself
     grant: KeyGrant | None = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -25,7 +25,6 @@ from serve_app.errors import (
     ModelNotAllowed,
     RelayError,
 )
-from serve_app.protocols.grpc.http2.rpc import RpcContext
 from serve_app.protocols.grpc.status import StatusTable, find_status_code
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.exchange import (
@@ -48,6 +47,36 @@ _CANCELLED = grpc.StatusCode.CANCELLED
 _log = logging.getLogger("torchrelay.protocols")
 
 
+class CallContext(Protocol):
+    """A call as the server of its port passes it to a method.
+
+    ``headers`` is the call's metadata, which must not be changed. ``grant`` holds the permissions of the
+    caller's key, once ``authorized`` is true.
+    """
+
+    authorized: bool
+    grant: KeyGrant | None
+    headers: Mapping[str, str]
+    peer: str
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds until the caller's deadline, or None if it set none."""
+
+    def set_trailing_metadata(self, fields: Sequence[tuple[str, str]]) -> None: ...
+
+    def send_initial_metadata(self) -> None:
+        """Confirm to the caller that its call was accepted, before there is a response."""
+
+    async def write(self, message: Any) -> None:
+        """Send a message of a stream; wait while the client reads slowly."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
+        """End the call with ``code``. Always raises AbortError."""
+
+    def send_status(self, code: grpc.StatusCode, details: str = "") -> None:
+        """End the call; later messages and statuses are not sent."""
+
+
 class GrpcCall:
     """A call, its metadata and its trailing metadata.
 
@@ -68,7 +97,7 @@ class GrpcCall:
         "version",
     )
 
-    def __init__(self, context: RpcContext) -> None:
+    def __init__(self, context: CallContext) -> None:
         self.context = context
         self.headers = dict(context.headers)
         self.request_id = uuid4()
@@ -243,7 +272,7 @@ class ServiceAdapter:
         path = f"/{mapping.service}/{name}"
         self._methods[path] = mapping, rights
 
-        async def behaviour(data: bytes, context: RpcContext) -> Any:
+        async def behaviour(data: bytes, context: CallContext) -> Any:
             started_at = time.perf_counter()
             call = GrpcCall(context)
             code = _CANCELLED
@@ -285,7 +314,7 @@ class ServiceAdapter:
             async for message in data:
                 yield _parse(message_class, message)
 
-        async def behaviour(data: Any, context: RpcContext) -> None:
+        async def behaviour(data: Any, context: CallContext) -> None:
             started_at = time.perf_counter()
             call = GrpcCall(context)
             code = _CANCELLED
@@ -309,7 +338,7 @@ class ServiceAdapter:
         )
         return create_handler(behaviour, None, _serialize)
 
-    def authorize(self, path: str, context: RpcContext) -> None:
+    def authorize(self, path: str, context: CallContext) -> None:
         """Check the key of a call when its headers arrive; end a call without the permission."""
         if not self.needs_key(path):
             return
@@ -326,13 +355,13 @@ class ServiceAdapter:
             context.send_status(code, mapping.details(error, call)[:MAX_DETAILS])
             self._record_end(path, call, code, started_at)
 
-    def _find_grant(self, context: RpcContext, rights: tuple[Right, ...]) -> KeyGrant | None:
+    def _find_grant(self, context: CallContext, rights: tuple[Right, ...]) -> KeyGrant | None:
         access = self._access()
         if access is None:
             return None
         return auth.resolve_grant(access, context.headers.get("authorization"), *rights)
 
-    def _resolve_grant(self, context: RpcContext, rights: tuple[Right, ...]) -> None:
+    def _resolve_grant(self, context: CallContext, rights: tuple[Right, ...]) -> None:
         """Store the grant of the call's key, also of one without ``rights``. Raises AccessDenied."""
         access = self._access()
         if access is not None:

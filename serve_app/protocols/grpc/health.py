@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serve_app.protocols.grpc.http2.rpc import RpcContext
+from serve_app.protocols.grpc.call import CallContext
 
 _WATCH_INTERVAL = 0.5  # seconds between checks for a watching client
 
@@ -29,7 +29,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
         self._services = {"", *services}
 
     async def Check(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: RpcContext
+        self, request: health_pb2.HealthCheckRequest, context: CallContext
     ) -> health_pb2.HealthCheckResponse:
         status = self._status(request.service)
         if status == _UNKNOWN:
@@ -39,7 +39,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: RpcContext
+        self, request: health_pb2.HealthCheckRequest, context: CallContext
     ) -> None:
         last = None
         while True:

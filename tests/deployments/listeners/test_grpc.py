@@ -14,7 +14,7 @@ import pytest
 
 from serve_app.deployments.listeners.grpc import GrpcListener, ManagementGrpcListener
 from serve_app.errors import ConfigurationError
-from serve_app.protocols.grpc.http2.server import Http2Server
+from serve_app.http2.server import Http2Server
 from tests.support.ports import free_port
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from serve_app.loadgen import LoadResult
+from serve_app.load_test import LoadResult
 from tests.benchmarks import chart, report
 from tests.benchmarks.report import Case
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from serve_app.loadgen import LoadProfile
+from serve_app.load_test import LoadProfile
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from tests.benchmarks.grpc_load import PREDICTIONS, Call, prediction, run
 

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from serve_app.loadgen.profile import LoadProfile
+from serve_app.load_test.profile import LoadProfile
 from tests.benchmarks import open_inference
 from tests.benchmarks.servers import PeerFailed
 

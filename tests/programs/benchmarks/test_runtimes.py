@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from handlers.context import Context, Row
-from serve_app.loadgen import LoadProfile
+from serve_app.load_test import LoadProfile
 from tests.benchmarks import runtimes
 from tests.benchmarks.servers import PeerFailed
 from tests.benchmarks.targets import measurer

@@ -8,7 +8,7 @@ import pytest
 
 from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
-from serve_app.loadgen import LoadProfile
+from serve_app.load_test import LoadProfile
 from tests.benchmarks import generation, sharding
 
 pytestmark = pytest.mark.nightly

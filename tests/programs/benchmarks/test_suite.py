@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from serve_app.loadgen import LoadProfile, LoadResult
+from serve_app.load_test import LoadProfile, LoadResult
 from tests.benchmarks import report, suite
 from tests.benchmarks.comparison import Comparison
 from tests.benchmarks.report import Case

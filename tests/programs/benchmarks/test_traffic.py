@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.domain import experiment, traffic_policy
-from serve_app.loadgen import LoadProfile, LoadResult
+from serve_app.load_test import LoadProfile, LoadResult
 from tests.benchmarks import report, traffic
 from tests.benchmarks.servers import Peer
 from tests.benchmarks.targets import Contender

@@ -7,9 +7,9 @@ from typing import Any
 
 from serve_app.domain.access import KeyGrant
 from serve_app.domain.routing_table import RoutingTable
+from serve_app.http2.frames import END_HEADERS, HEADERS, encode_frame
 from serve_app.proto.inference_pb2 import PredictionsRequest
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
-from serve_app.protocols.grpc.http2.frames import END_HEADERS, HEADERS, encode_frame
 from serve_app.protocols.torchserve.grpc import INFERENCE
 from tests.support.grpc_calls import access_table
 from tests.support.http2_peer import Peer, request_fields

@@ -11,10 +11,10 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from serve_app.domain.access import KeyGrant
+from serve_app.http2.frames import END_HEADERS, HEADERS, SETTINGS
 from serve_app.proto.management_pb2 import ListModelsRequest, RegisterModelRequest
 from serve_app.proto.management_pb2_grpc import ManagementAPIsServiceStub
 from serve_app.protocols.grpc import call_guard
-from serve_app.protocols.grpc.http2.frames import END_HEADERS, HEADERS, SETTINGS
 from tests.support.grpc_calls import access_table, expect_error
 from tests.support.http2_peer import Peer, encode_frame, request_fields
 
