@@ -7,16 +7,17 @@ all of them.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from handlers.distributed.degrees import check_divisible
-from handlers.distributed.network_interface import find_interface
 
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 
@@ -93,3 +94,18 @@ def check_parallelism(folder: Path, tensor: int, pipeline: int) -> None:
         folder, local_files_only=True, trust_remote_code=False
     ).get_text_config()
     check_divisible(config, tensor, pipeline, folder)
+
+
+def find_interface(address: str) -> str:
+    """Return the interface by which this machine reaches ``address``; an own address has its own interface.
+
+    Raises OSError where no route leads there.
+    """
+    family, _, _, _, destination = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(destination)  # of a datagram socket: nothing is sent
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == own for found in addresses):
+            return name
+    raise OSError(f"no network interface has the address {own}, by which {address} is reached")

@@ -15,19 +15,21 @@ import httpx
 
 from serve_app.client import errors
 from serve_app.client._operations import RequestDescriptor, RequestFlow, StreamDescriptor
-from serve_app.client.adapters import AdapterOperations
-from serve_app.client.api_keys import KeyOperations
 from serve_app.client.async_predictions import AsyncPredictionOperations
-from serve_app.client.drift import DriftOperations
 from serve_app.client.health import HealthOperations
 from serve_app.client.keys import KeyFile
+from serve_app.client.management import (
+    AdapterOperations,
+    DriftOperations,
+    KeyOperations,
+    ObservationOperations,
+    WorkflowOperations,
+)
 from serve_app.client.models import ModelOperations
-from serve_app.client.observation import ObservationOperations
 from serve_app.client.predictions import PredictionOperations
 from serve_app.client.protocols import ProtocolOperations
 from serve_app.client.retries import DEFAULT_RETRIES, Retries, RetryLoop
 from serve_app.client.traffic import TrafficOperations
-from serve_app.client.workflows import WorkflowOperations
 
 T = TypeVar("T")
 

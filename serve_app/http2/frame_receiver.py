@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from serve_app.http2.buffer_budget import BufferBudget, BufferShare, WaitingQueues
 from serve_app.http2.frame_rate import FrameRate
 from serve_app.http2.frame_writer import FrameWriter
-from serve_app.http2.frames import ENHANCE_YOUR_CALM, Http2ProtocolError
+from serve_app.http2.frames import ENHANCE_YOUR_CALM, PING, Http2ProtocolError, encode_frame
 from serve_app.http2.hpack_headers import RequestHead
-from serve_app.http2.keepalive import Keepalive
 from serve_app.http2.limits import Http2Limits
 from serve_app.http2.stream import Http2Stream
 
@@ -21,6 +21,7 @@ _MIN_COUNTED_BUFFER = 4_096  # bytes of an unfinished frame that count in the bu
 _MAX_DEFERRED = 1 << 17  # bytes that wait for the next turn, before the connection is not read
 _RECEIVE_BUFFER = 1 << 17  # bytes
 _DATA_TYPE = b"\0"
+_PING_DATA = b"are you?"  # eight bytes
 
 
 class PortState:
@@ -209,3 +210,45 @@ class FrameReceiver(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """Close at once and cancel the calls in progress."""
         self._transport.abort()
+
+
+class Keepalive:
+    """A timer that pings a silent peer after ``interval`` seconds and aborts after as many more.
+
+    ``handshake_complete``: silence before the peer's SETTINGS aborts the connection without a ping.
+    ``data_received`` is set by the connection when the peer sends something. ``on_interval`` is called each
+    time that the connection stays. Source: RFC 9113 §6.7.
+    """
+
+    def __init__(self, interval: float, writer: FrameWriter, on_interval: Callable[[], None]) -> None:
+        self._interval = interval
+        self._writer = writer
+        self._on_interval = on_interval
+        self.handshake_complete = False
+        self.data_received = False
+        self._pinged = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(self._interval, self._check)
+
+    def stop(self) -> None:
+        """Cancel the timer and drop the callback, which would keep the connection until a collection."""
+        if self._timer is not None:
+            self._timer.cancel()
+        del self._on_interval
+
+    def _check(self) -> None:
+        # A peer that does not read is not read either, so its silence means nothing.
+        silent = not self.data_received and not self._writer.paused
+        expired = self._pinged or not self.handshake_complete
+        if self._transport.is_closing() or (silent and expired):
+            self._transport.abort()
+            return
+        self._pinged = silent
+        if silent:
+            self._writer.write(encode_frame(PING, 0, 0, _PING_DATA))
+        self.data_received = False
+        self._on_interval()
+        self.start(self._transport)

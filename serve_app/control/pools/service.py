@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from serve_app.control.pools.registry_changes import isolate
 from serve_app.control.pools.tracker import PoolTracker, host_spec
 from serve_app.control.registry import Registry
+from serve_app.control.registry_changes import with_version
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelSpec
@@ -181,3 +181,20 @@ class PoolService:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def isolate(registry: Registry, spec: ModelSpec, reason: str) -> Registry:
+    """Give a version replicas of its own, at least one, instead of its pool's hosts.
+
+    The same registry is returned where the version was removed, replaced or isolated meanwhile.
+    """
+    record = registry.models.get(spec.name)
+    current = record.versions.get(spec.version) if record is not None else None
+    if current is None or not current.is_pooled or current.digest != spec.digest:
+        return registry
+    low = max(1, current.min_workers)
+    return with_version(
+        registry,
+        # Its measured memory is what it added to a host; a process has the base as well.
+        current.with_(isolated=reason, min_workers=low, max_workers=max(low, current.max_workers), memory=0),
+    )

@@ -7,6 +7,7 @@ torch, and changes of the environment by requests belong to the process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -26,11 +27,12 @@ from serve_app.errors import RelayError
 from serve_app.runtime.batching.pending_request import Emit
 from serve_app.runtime.host import thread_limits
 from serve_app.runtime.pool import memory
-from serve_app.runtime.pool.working_directory import enter_directory
 from serve_app.runtime.runner import SWITCH_INTERVAL_S, Runner
 from serve_app.telemetry.running_batches import BatchSlot
 
 log = logging.getLogger("torchrelay.pool")
+
+_CLONE_FS = 0x200  # of linux/sched.h
 
 
 class PooledRunner(Runner):
@@ -115,3 +117,21 @@ def _restored_environment(app: str) -> Iterator[None]:
                 del os.environ[name]
         if changed:
             log.info("%s set %s while it loaded; a pool undoes that afterwards", app, ", ".join(changed))
+
+
+def enter_directory(directory: Path) -> bool:
+    """Give the calling thread, and the threads that it starts, a working directory of their own.
+
+    Handlers open relative paths there. Return whether the thread has it: unshare(2) needs no privilege, but
+    Docker's default seccomp profile refuses it.
+    """
+    unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
+    if unshare is None or unshare(_CLONE_FS) != 0:
+        log.warning(
+            "The system refuses threads a working directory (unshare: %s), so handlers of this pool cannot "
+            "open relative paths; they find their files in context.system_properties['model_dir'].",
+            os.strerror(ctypes.get_errno()),
+        )
+        return False
+    os.chdir(directory)
+    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_app.control.pools.registry_changes import isolate
+from serve_app.control.pools.service import isolate
 from serve_app.control.pools.tracker import PoolTracker, host_states
 from serve_app.control.registry import Registry, TableBuilder, desired_states
 from serve_app.control.registry_changes import register

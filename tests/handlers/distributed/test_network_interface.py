@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from handlers.distributed.network_interface import find_interface
+from handlers.distributed.process_group import find_interface
 
 
 def test_an_own_address_has_its_interface() -> None:
