@@ -129,7 +129,9 @@ class ControlSettings(_Section):
     enable_model_api: bool = True
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"
     models: Mapping[str, Mapping[str, VersionSettings]] = field(default_factory=dict)  # by model and version
-    traffic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # policies by model, see policy.py
+    traffic: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # policies by model: traffic_policy.py
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""Conventions that no linter checks: unique class names, names of modules, vocabulary, folders."""
+"""Conventions that no linter checks: names of classes and modules, references, vocabulary, folders."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +20,7 @@ SOURCES = sorted(
 PAGES = sorted(
     (
         *ROOT.glob("*.md"),
-        *(p for f in (*FOLDERS, "configs", "cluster") for p in (ROOT / f).rglob("*.md")),
+        *(p for f in (*FOLDERS, "configs", "cluster", "docs") for p in (ROOT / f).rglob("*.md")),
     )
 )
 # Folders in tests/ of helpers and programs.
@@ -45,6 +48,16 @@ _COINED_PROSE = re.compile(
     re.IGNORECASE,
 )
 _ANY_COINED = re.compile("|".join(COINED_IDENTIFIERS), re.IGNORECASE)
+_PYTHON_FILE = re.compile(r"(?<![\w./:-])(?:[\w-]+/)*[\w-]+\.py\b")
+# Files of Ray, and placeholders.
+_OTHER_FILES = {
+    "serve_dashboard_panels.py",
+    "serve_deployment_dashboard_panels.py",
+    "setup_worker.py",
+    "file.py",
+    "name.py",
+    "migrations/versions/000N_name.py",
+}
 _CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -70,6 +83,12 @@ def docstrings(tree: ast.Module) -> list[str]:
     return [text for node in ast.walk(tree) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
 
 
+def comments(text: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
 def assert_none(problems: list[str]) -> None:
     assert not problems, "\n".join(problems)
 
@@ -88,6 +107,27 @@ def test_modules_have_telling_names() -> None:
     for path in SOURCES:
         if vague := VAGUE_MODULES & set(path.relative_to(ROOT).with_suffix("").parts):
             problems.append(f"{path.relative_to(ROOT)}: {sorted(vague)} does not state the content")
+    assert_none(problems)
+
+
+def test_references_to_python_files_are_valid() -> None:
+    """Check comments and docstrings, and in pages what has a folder: other names are files of readers."""
+    folders = (*FOLDERS, "configs", "cluster", "docs")
+    paths = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    known = _OTHER_FILES | {"/".join(p.parts[i:]) for p in paths for i in range(len(p.parts))}
+
+    def missing(text: str) -> set[str]:
+        return set(_PYTHON_FILE.findall(text)) - known
+
+    problems = []
+    for path in SOURCES:
+        text = path.read_text()
+        if missing(text):  # in strings, too: parsing all files takes long
+            prose = "\n".join((*comments(text), *docstrings(ast.parse(text))))
+            problems += [f"{path.relative_to(ROOT)}: {file}" for file in missing(prose)]
+    pages = (*PAGES, ROOT / "Makefile", *(p for f in folders for p in (ROOT / f).rglob("*.y*ml")))
+    for page in pages:
+        problems += [f"{page.relative_to(ROOT)}: {file}" for file in missing(page.read_text()) if "/" in file]
     assert_none(problems)
 
 

@@ -20,7 +20,7 @@ from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.batch")
+log = logging.getLogger(__name__)
 _EXIT_HUNG = 70
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from serve_app.errors import Unavailable
 from serve_app.settings import Settings
 
-log = logging.getLogger("torchrelay.management")
+log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 5.0

@@ -47,7 +47,7 @@ from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowGraph
 from serve_app.errors import BadRequest, InvalidWorkflow, MethodNotAllowed, MissingParameter, RelayError
 from serve_app.settings import Settings
 
-log = logging.getLogger("torchrelay.control")
+log = logging.getLogger(__name__)
 
 RolloutAction = Literal["pause", "resume", "abort"]
 

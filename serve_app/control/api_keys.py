@@ -28,7 +28,7 @@ from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
 from serve_app.model_store.atomic_dir import sync
 from serve_app.settings import KeySettings, Settings
 
-log = logging.getLogger("torchrelay.management")
+log = logging.getLogger(__name__)
 
 # TorchServe's kinds, as its file calls them. Each opens its own doors and no others.
 _KINDS: dict[str, frozenset[Right]] = {

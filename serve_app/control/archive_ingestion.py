@@ -34,7 +34,7 @@ from serve_app.model_store.signatures import (
 from serve_app.model_store.sources import fetch, file_path, split_digest
 from serve_app.settings import ModelStoreSettings, Settings
 
-log = logging.getLogger("torchrelay.admission")
+log = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, "int | None"], None]
 OnProgress = Callable[..., None]  # is called with a stage of domain.model.Stage and its details

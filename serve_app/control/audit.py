@@ -25,7 +25,7 @@ from serve_app.settings import Settings, TelemetrySettings
 from serve_app.telemetry import audit_log
 from serve_app.telemetry.audit_log import AuditLog
 
-log = logging.getLogger("torchrelay.audit")
+log = logging.getLogger(__name__)
 
 # Methods of ControlAPI that change nothing, or only what inference requests create.
 _UNRECORDED = ("get_", "list_", "describe", "poll_", "render", "record_", "submit_", "cancel_prediction")

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-log = logging.getLogger("torchrelay.gauge_export")
+log = logging.getLogger(__name__)
 
 _PERIOD = 5.0  # seconds
 # An analysis takes 4.5 ms for two arms and three metrics: with hundreds of experiments the period grows.

@@ -38,7 +38,7 @@ from serve_app.dataplane.experiment_collector import (
 from serve_app.domain.experiment import BUCKET_GROUPS, Reward
 from serve_app.errors import Unavailable
 
-log = logging.getLogger("torchrelay.metric_store")
+log = logging.getLogger(__name__)
 
 # Exposures, requests, and rewards that are remembered of each split. With a million of them in SQLite, 2,000
 # more take 65 ms of CPU, and each 72 bytes; with PostgreSQL 33 ms here, and 166 bytes.

@@ -51,7 +51,7 @@ from serve_app.model_store.manifest import HUGGING_FACE, archive_stem
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import Settings
 
-log = logging.getLogger("torchrelay.models")
+log = logging.getLogger(__name__)
 
 # Sends a ``describe`` request to one of the replicas of a version.
 DescribeHandler = Callable[[ModelRef, VersionRoute], Awaitable[InferenceResponse | ResponseStream]]

@@ -26,7 +26,7 @@ from serve_app.telemetry import crash_reports
 from serve_app.telemetry.crash_reports import CrashReport
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.reconcile_loop")
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BUSY_PERIOD = 0.25  # seconds between rounds while something is starting or stopping

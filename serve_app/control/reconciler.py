@@ -23,7 +23,7 @@ from serve_app.control.registry import DesiredState
 from serve_app.control.replica_health import ObservedApp
 from serve_app.domain.model import ModelSpec, ReplicaInfo
 
-log = logging.getLogger("torchrelay.reconciler")
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OURS = "torchrelay"  # the key in user_config that marks an application of this server

@@ -18,7 +18,7 @@ from serve_app.control.persistence.database import Database, upsert
 from serve_app.control.persistence.schema import RESULT_HISTORY
 from serve_app.errors import Unavailable
 
-log = logging.getLogger("torchrelay.history")
+log = logging.getLogger(__name__)
 
 Kind = Literal["experiment", "shadow"]
 _MIN_INTERVAL_S = 10.0

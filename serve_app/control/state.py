@@ -22,7 +22,7 @@ from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.errors import InProgress, Unavailable
 
-log = logging.getLogger("torchrelay.state")
+log = logging.getLogger(__name__)
 
 _REFRESH_PERIOD_S = 0.5  # between two looks for changes of other servers; a look takes a millisecond
 

@@ -14,7 +14,7 @@ from serve_app.domain import traffic_policy as policies
 from serve_app.domain.traffic_policy import BUCKET_COUNT, TrafficDocument, TrafficPolicy
 from serve_app.errors import RelayError
 
-log = logging.getLogger("torchrelay.traffic")
+log = logging.getLogger(__name__)
 
 
 class TrafficService:

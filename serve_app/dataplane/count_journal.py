@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("torchrelay.count_journal")
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20  # of counts that wait for Management: about 400,000 requests
 _OPEN, _LOCK, _SOURCE = "open", "lock", "source"

@@ -20,7 +20,7 @@ from serve_app.domain.json_path import find, parse_json
 from serve_app.domain.request import InferenceResponse
 from serve_app.domain.traffic_policy import ActiveSplit
 
-log = logging.getLogger("torchrelay.experiment_collector")
+log = logging.getLogger(__name__)
 
 LATENCY, ERROR_RATE, UNITS = "latency", "error_rate", "units"  # the sums of every experiment
 OUTPUT, REWARD = "output:", "reward:"  # and before a metric's name, those of its own

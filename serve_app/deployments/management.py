@@ -82,7 +82,7 @@ from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from serve_app.telemetry.metrics_report import MetricsReport
 
-log = logging.getLogger("torchrelay.management")
+log = logging.getLogger(__name__)
 
 _POOL_PERIOD_S = 0.2  # seconds in which the changes of pools are collected
 

@@ -22,7 +22,7 @@ from serve_app.protocols.http import json_web_tokens
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_report import MetricsReport
 
-log = logging.getLogger("torchrelay.management_client")
+log = logging.getLogger(__name__)
 
 SERVER = "torchrelay"  # the application that holds the gateway and Management; the mark in our user_config
 MANAGEMENT = "Management"  # the deployment

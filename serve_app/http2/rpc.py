@@ -37,7 +37,7 @@ _MESSAGE_OVERHEAD = 64  # bytes of an object, so that empty messages count, too
 _PREFIX = struct.Struct(">BI")
 _Code = grpc.StatusCode
 
-log = logging.getLogger("torchrelay.protocols")
+log = logging.getLogger(__name__)
 
 
 class GrpcMethod(NamedTuple):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-log = logging.getLogger("torchrelay.store")
+log = logging.getLogger(__name__)
 
 STALE_AFTER = 3600.0  # seconds without a write, after which partial work of any process is removed
 

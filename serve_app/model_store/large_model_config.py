@@ -21,7 +21,7 @@ from serve_app.errors import ConfigurationError, InvalidArchive
 from serve_app.model_store.manifest import CONFIG, Manifest, find_inside
 from serve_app.model_store.model_config import ModelConfig
 
-log = logging.getLogger("torchrelay.model_check")
+log = logging.getLogger(__name__)
 
 LANGUAGE_MODEL_HANDLERS = ("vllm_handler", "trt_llm_handler")
 _LANGUAGE_MODEL_BASES = {f"ts.torch_handler.{name}": name for name in LANGUAGE_MODEL_HANDLERS}

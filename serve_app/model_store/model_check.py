@@ -33,7 +33,7 @@ from serve_app.model_store.manifest import (
 )
 from serve_app.model_store.model_config import ModelConfig
 
-log = logging.getLogger("torchrelay.model_check")
+log = logging.getLogger(__name__)
 
 _SHARDED_HANDLERS = ("causal_lm", "llm")  # built-in handlers that are sharded by configuration alone
 

@@ -20,7 +20,7 @@ from serve_app.errors import BadRequest, ConfigurationError
 from serve_app.model_store.manifest import CONFIG, Manifest, read_document, resolve_file
 from serve_app.telemetry.logs import LEVELS
 
-log = logging.getLogger("torchrelay.manifest")
+log = logging.getLogger(__name__)
 
 SECTION = "torchrelay"  # of a file, with our keys alone; they win
 

@@ -2,7 +2,7 @@
 checked.
 
 The specification is TorchServe's (``models`` and ``dag``), whose models come with the workflow, or ours
-(``steps``, see graph.py), which calls registered models.
+(``steps``, see workflow_graph.py), which calls registered models.
 """
 
 from __future__ import annotations

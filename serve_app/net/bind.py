@@ -13,7 +13,7 @@ import psutil
 
 from serve_app.errors import ConfigurationError
 
-log = logging.getLogger("torchrelay.http_listener")
+log = logging.getLogger(__name__)
 
 _FREE_PORTS = range(20_000, 29_000)  # outside the ranges that the kernel and Ray allocate from
 BIND_TIMEOUT = 15.0  # seconds to wait for a port that a predecessor still holds

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-log = logging.getLogger("torchrelay.files")
+log = logging.getLogger(__name__)
 
 _UMASK = 0o077
 _RAY_TOKEN = "~/.ray/auth_token"  # Ray writes it with the umask of the process that creates it

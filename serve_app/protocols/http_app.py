@@ -49,7 +49,7 @@ from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import AccessLog
 from serve_app.telemetry.metrics import Meters
 
-_log = logging.getLogger("torchrelay.protocols")
+_log = logging.getLogger(__name__)
 _CLIENT_CLOSED_REQUEST = 499  # in the access log only: the client disconnected before the response
 
 

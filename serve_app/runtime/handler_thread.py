@@ -13,7 +13,7 @@ from typing import Any
 
 from serve_app.telemetry import crash_reports
 
-log = logging.getLogger("torchrelay.handler_thread")
+log = logging.getLogger(__name__)
 
 IDLE_AFTER_S = 60.0
 

@@ -49,7 +49,7 @@ from serve_app.model_store.atomic_dir import move_into_place, remove_stale, temp
 from serve_app.runtime.requirements_file import RejectedLine, parse_requirements
 from serve_app.settings import RuntimeSettings
 
-log = logging.getLogger("torchrelay.package_envs")
+log = logging.getLogger(__name__)
 
 MAX_UNUSED_S = 7 * 24 * 3600.0  # seconds without a user, after which an environment is removed
 

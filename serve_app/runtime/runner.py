@@ -44,7 +44,7 @@ from serve_app.runtime.tensor_codec import TensorRowCodec
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry import logs, tracing
 
-log = logging.getLogger("torchrelay.runner")
+log = logging.getLogger(__name__)
 _NO_SPAN = nullcontext()
 
 # Seconds that a thread may keep the interpreter from another that waits for it. With Python's 5 ms the

@@ -12,7 +12,7 @@ from handlers.metrics import system
 from serve_app.settings import Settings
 from serve_app.telemetry.torchserve.recorders import TorchServeRecorders
 
-log = logging.getLogger("torchrelay.metrics")
+log = logging.getLogger(__name__)
 
 _FIRST_PERIOD = 1.0  # seconds over which the first CPU utilization is measured
 

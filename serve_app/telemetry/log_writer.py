@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol
 PERIOD = 0.5  # seconds between two writes, at least
 MAX_PENDING = 32 << 20  # characters that may wait for a slow disk; further lines are dropped and counted
 
-_log = logging.getLogger("torchrelay.logs")
+_log = logging.getLogger(__name__)
 
 
 class LogSink(Protocol):

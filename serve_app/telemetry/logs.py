@@ -39,7 +39,7 @@ _MAX_LENGTH = 64 << 10  # characters of one record; the rest is cut
 _CONSOLE = "%(asctime)s [%(levelname)-5s] %(name)s - %(message)s"
 _LOG4J = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # TorchServe's names
 # Loggers whose records are not the handler's: the server's own, and Ray's.
-_SERVER_LOGGERS = ("torchrelay", "ray")
+_SERVER_LOGGERS = ("serve_app", "ray")
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _LoggingState:
         )
         self._writers = [console, file]
         self._undo: list[Callable[[], None]] = []
-        self._server = logging.getLogger("torchrelay")
+        self._server = logging.getLogger("serve_app")
         self._handlers: list[logging.Handler] = [
             _LogHandler(console, logging.Formatter(_CONSOLE)),
             _LogHandler(file, self._formatter),
@@ -232,7 +232,7 @@ class _LoggingState:
         if level is not None:
             self._server.setLevel(level)
         for name in list(logging.root.manager.loggerDict):
-            if name.partition(".")[0] in ("torchrelay", "handlers"):
+            if name.partition(".")[0] in ("serve_app", "handlers"):
                 logging.getLogger(name).disabled = False
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ _running: _LoggingState | None = None
 def configure(
     settings: Settings, identity: ProcessIdentity, own_level: str | None = None, stream: IO[str] | None = None
 ) -> None:
-    """Write the records of the ``torchrelay`` loggers to standard error and to ``ts_log.log``.
+    """Write the records of the ``serve_app`` loggers to standard error and to ``ts_log.log``.
 
     In a replica (``identity`` has its model) what the handler logs, prints and writes to standard error is
     copied to ``model_log.log``. ``own_level`` is the level in the model's configuration. A second call

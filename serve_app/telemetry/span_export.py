@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from serve_app.settings import TelemetrySettings
 from serve_app.telemetry.spans import RequestSpan
 
-log = logging.getLogger("torchrelay.tracing")
+log = logging.getLogger(__name__)
 
 _SHUTDOWN_MS = 3_000
 _WARNING_PERIOD_S = 60.0

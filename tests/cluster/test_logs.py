@@ -71,9 +71,11 @@ def test_text_files_in_torchserves_layout(server: Server, tmp_path: Path) -> Non
     failed = server.http.post("/predictions/speaks", content=b"raise").headers["x-request-id"]
     server.wait(lambda: f"(requests {failed})" in text("ts_log.log"), description="the failure")
     result_ = text("ts_log.log")
-    assert re.search(rf"\[ERROR\] {replica} torchrelay.runner - speaks--1.0: the handler failed", result_)
+    assert re.search(
+        rf"\[ERROR\] {replica} serve_app.runtime.runner - speaks--1.0: the handler failed", result_
+    )
     assert 'KeyError: "the handler\'s own words"' in result_
-    assert " Management torchrelay." in result_
+    assert " Management serve_app." in result_
     server.wait(lambda: f"id={id_} model=speaks" in text("access_log.log"), description="the access log")
     server.management.delete("/models/speaks")
 

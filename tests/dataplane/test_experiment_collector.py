@@ -249,7 +249,7 @@ class TestExposures:
         self, key: StickyKey | None, caplog: pytest.LogCaptureFixture
     ) -> None:
         of, observations = trial(exposures=True, key=key), ExperimentCollector(max_exposures=10)
-        with caplog.at_level(logging.WARNING, "torchrelay.experiment_collector"):
+        with caplog.at_level(logging.WARNING, "serve_app.dataplane.experiment_collector"):
             for n in range(100):
                 observations.record_response(
                     choice(of, "a", 1, f"u{n}"), f"u{n}", InferenceResponse(b""), 0.01

@@ -63,4 +63,4 @@ def load_runner(make_runner):
 
 @pytest.fixture(autouse=True)
 def _logged(caplog):
-    caplog.set_level(logging.INFO, logger="torchrelay")
+    caplog.set_level(logging.INFO, logger="serve_app")

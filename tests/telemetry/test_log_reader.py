@@ -15,11 +15,11 @@ from serve_app.telemetry.log_reader import read_records
 from serve_app.telemetry.logs import ProcessIdentity
 
 TEXT = """\
-2026-11-20T13:24:41,180 [INFO ] Management torchrelay.management - the first
-2026-11-20T13:24:42,180 [ERROR] W-1-digits_1.0 torchrelay.replica - it failed
+2026-11-20T13:24:41,180 [INFO ] Management serve_app.deployments.management - the first
+2026-11-20T13:24:42,180 [ERROR] W-1-digits_1.0 serve_app.deployments.replica - it failed
 Traceback (most recent call last):
   ValueError: <b>no</b>
-2026-11-20T13:24:43,180 [WARN ] Management torchrelay.management - Zürich
+2026-11-20T13:24:43,180 [WARN ] Management serve_app.deployments.management - Zürich
 """
 ROWS = [
     {"time": "t1", "level": "INFO", "logger": "h", "message": "one", "model": "digits", "replica": "r1"},
@@ -37,7 +37,7 @@ def test_the_newest_record_is_first_and_a_traceback_belongs_to_its_record(tmp_pa
     last, error, first = read(tmp_path, TEXT)
     assert (last["level"], last["message"]) == ("WARNING", "Zürich")
     assert error["message"].endswith("  ValueError: <b>no</b>")
-    assert first["source"] == "Management torchrelay.management"
+    assert first["source"] == "Management serve_app.deployments.management"
     assert first["time"] == "2026-11-20T13:24:41,180"
 
 

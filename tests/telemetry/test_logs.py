@@ -64,13 +64,13 @@ def in_batch(*ids):
 
 def test_server_records_are_in_ts_log_and_on_the_console(process_logs):
     process_logs()
-    logging.getLogger("torchrelay.somewhere").warning("loud %s", 1)
-    logging.getLogger("torchrelay.somewhere").debug("too quiet")
+    logging.getLogger("serve_app.somewhere").warning("loud %s", 1)
+    logging.getLogger("serve_app.somewhere").debug("too quiet")
     process_logs.close()
-    line = r"\[WARN \] W-k3j9x2ab-digits_1.0 torchrelay.somewhere - loud 1\n"
+    line = r"\[WARN \] W-k3j9x2ab-digits_1.0 serve_app.somewhere - loud 1\n"
     assert re.fullmatch(STAMP + line, process_logs.server)
-    assert "[WARNING] torchrelay.somewhere - loud 1\n" in process_logs.console.getvalue()
-    assert logging.getLogger("torchrelay").propagate
+    assert "[WARNING] serve_app.somewhere - loud 1\n" in process_logs.console.getvalue()
+    assert logging.getLogger("serve_app").propagate
 
 
 def test_handler_output_is_in_model_log(process_logs):
@@ -109,7 +109,7 @@ def test_json_lines_have_model_replica_and_requests(process_logs):
     logging.getLogger("authors").warning("two\nlines")
     logs.REQUESTS.reset(token)
     print("half a character: \udcff")
-    logging.getLogger("torchrelay.x").error("the server")
+    logging.getLogger("serve_app.x").error("the server")
     process_logs.close()
     first, second = (json.loads(line) for line in process_logs.model.splitlines())
     assert re.fullmatch(STAMP.strip(), first.pop("time"))
@@ -129,7 +129,7 @@ def test_json_lines_have_model_replica_and_requests(process_logs):
 
 def test_management_writes_no_model_log(process_logs, tmp_path):
     process_logs(ProcessIdentity("Management"), log_format="json")
-    logging.getLogger("torchrelay.x").info("here")
+    logging.getLogger("serve_app.x").info("here")
     print("not a handler's")
     process_logs.close()
     assert json.loads(process_logs.server)["process"] == "Management"
@@ -142,7 +142,7 @@ def test_operators_level_takes_precedence_over_the_models(process_logs):
     process_logs.close()
     process_logs(own="ERROR", log_levels={"digits": "debug", "other": "CRITICAL"})
     logging.getLogger("authors").debug("fine")
-    logging.getLogger("torchrelay.x").debug("fine too")
+    logging.getLogger("serve_app.x").debug("fine too")
     process_logs.close()
     assert "[DEBUG]" in process_logs.model and "[DEBUG]" in process_logs.server
 
@@ -161,7 +161,7 @@ def test_unknown_level_is_refused(process_logs, telemetry, where):
 
 def test_handler_that_configures_logging(process_logs):
     process_logs()
-    server = logging.getLogger("torchrelay.model")
+    server = logging.getLogger("serve_app.model")
     logging.basicConfig(format="ignored", level=logging.CRITICAL)
     logging.getLogger("authors").info("heard all the same")
     logging.basicConfig(format="own %(message)s", stream=sys.stderr, level=logging.INFO, force=True)
@@ -228,7 +228,7 @@ def test_unwritable_folder_loses_lines_only(process_logs, tmp_path):
     (tmp_path / "logs").write_text("a file, where the folder should be")
     process_logs()
     print("said")
-    logging.getLogger("torchrelay.x").warning("to the console alone")
+    logging.getLogger("serve_app.x").warning("to the console alone")
     process_logs.close()
     assert process_logs.out.getvalue() == "said\n"
     console = process_logs.console.getvalue()

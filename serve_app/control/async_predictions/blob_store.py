@@ -23,7 +23,7 @@ from serve_app.model_store import object_stores
 from serve_app.model_store.atomic_dir import sync
 from serve_app.settings import Settings
 
-log = logging.getLogger("torchrelay.management")
+log = logging.getLogger(__name__)
 
 OBJECT = re.compile(r"[0-9a-f]{32}\.(request|answer)")
 

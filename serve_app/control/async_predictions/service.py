@@ -43,7 +43,7 @@ from serve_app.settings import AsyncPredictionSettings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.management")
+log = logging.getLogger(__name__)
 
 _MAX_RETRY_PAUSE = 30.0  # seconds between two attempts while no replica has capacity
 _GC_INTERVAL = 5.0  # seconds between two removals of expired predictions

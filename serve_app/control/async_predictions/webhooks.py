@@ -25,7 +25,7 @@ import orjson
 from serve_app.errors import BadRequest, ConfigurationError
 from serve_app.settings import AsyncPredictionSettings
 
-log = logging.getLogger("torchrelay.management")
+log = logging.getLogger(__name__)
 
 _MAX_RETRY_PAUSE = 300.0  # seconds between two attempts
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})

@@ -30,7 +30,7 @@ from serve_app.errors import Conflict, NotFound, RelayError, Unavailable
 from serve_app.settings import Settings
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.drift")
+log = logging.getLogger(__name__)
 
 _PERIOD = 5.0  # seconds between two rounds, which update gauges and store changes
 _SOURCES = 1000  # whose last numbers are remembered

@@ -16,7 +16,7 @@ from serve_app.control.persistence.schema import DRIFT_WINDOWS
 from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.drift_window import FeatureWindow, merge_windows
 
-log = logging.getLogger("torchrelay.drift")
+log = logging.getLogger(__name__)
 
 Key = tuple[str, str]  # model and version
 Source = Literal["requests", "file", "reset"]

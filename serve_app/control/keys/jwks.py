@@ -20,7 +20,7 @@ import httpx
 from serve_app.domain.urls import redact_url
 from serve_app.settings import JwtSettings
 
-log = logging.getLogger("torchrelay.management")
+log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 256 * 1024

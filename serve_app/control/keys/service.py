@@ -31,7 +31,7 @@ from serve_app.domain.api_key import (
 from serve_app.domain.key_errors import KeyNotFound
 from serve_app.errors import Conflict, Forbidden, InProgress, ModelNotAllowed
 
-log = logging.getLogger("torchrelay.management")
+log = logging.getLogger(__name__)
 
 MAX_KEYS = 10_000  # every reader holds all of them
 _PREFIX = "trk_"  # by which scanners of repositories find a key

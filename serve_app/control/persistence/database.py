@@ -45,7 +45,7 @@ from serve_app.domain.traffic_policy import TrafficPolicy
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import ConfigurationError, Unavailable
 
-log = logging.getLogger("torchrelay.database")
+log = logging.getLogger(__name__)
 
 _SETTING = "control.database_url"
 _LOCK_TIMEOUT = 10  # seconds to reach a server, or to wait for SQLite's lock

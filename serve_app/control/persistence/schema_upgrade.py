@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from serve_app.control.persistence.schema import GENERATION, SCHEMA, VERSION_TABLE
 
-log = logging.getLogger("torchrelay.database")
+log = logging.getLogger(__name__)
 
 _MIGRATIONS = "serve_app.control.persistence:migrations"
 _LOCK = 0x746F726368  # PostgreSQL's advisory lock of the process that upgrades the schema

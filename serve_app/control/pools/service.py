@@ -19,7 +19,7 @@ from serve_app.errors import BadRequest, RelayError, StartFailed
 from serve_app.settings import Settings
 from serve_app.telemetry.crash_reports import CrashReport
 
-log = logging.getLogger("torchrelay.pools")
+log = logging.getLogger(__name__)
 
 _BALANCE_PERIOD_S = 2.0
 _SUSPICION_S = 600.0  # seconds within which a second death counts

@@ -22,7 +22,7 @@ from serve_app.errors import Conflict, RelayError, Unavailable
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.rollouts")
+log = logging.getLogger(__name__)
 
 _PERIOD = 1.0  # seconds between looks
 _LEVELS = {"rolled_back": logging.WARNING}

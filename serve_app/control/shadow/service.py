@@ -19,7 +19,7 @@ from serve_app.domain import validation
 from serve_app.domain.traffic_policy import ShadowComparison, ShadowDocument, ShadowHistory, ShadowPolicy
 from serve_app.errors import NotFound, Unavailable
 
-log = logging.getLogger("torchrelay.shadow")
+log = logging.getLogger(__name__)
 
 _PERIOD = 1.0  # seconds that may be lost when this process is killed
 _SOURCES = 1000  # whose last numbers are remembered

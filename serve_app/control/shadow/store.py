@@ -19,7 +19,7 @@ from serve_app.dataplane.shadow.stats import ShadowStats
 from serve_app.domain import validation
 from serve_app.domain.traffic_policy import ShadowPolicy
 
-log = logging.getLogger("torchrelay.shadow")
+log = logging.getLogger(__name__)
 
 Key = tuple[str, str]  # model, and live version
 

@@ -34,7 +34,7 @@ from serve_app.errors import (
 from serve_app.model_store.workflow_archive import WorkflowModel
 from serve_app.settings import Settings
 
-log = logging.getLogger("torchrelay.workflows")
+log = logging.getLogger(__name__)
 
 _DRAIN_TIMEOUT = 300.0  # seconds for which requests of a removed workflow may still run
 _DRAIN_CHECK_INTERVAL = 0.1  # seconds between two checks whether they do

@@ -30,7 +30,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, InputP
 from serve_app.errors import RelayError
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.capture")
+log = logging.getLogger(__name__)
 
 MAX_QUEUED = 2_000  # requests that wait for the thread
 MAX_QUEUED_BYTES = 32 << 20

@@ -11,7 +11,7 @@ from typing import Any
 from serve_app.dataplane.capture.recorder import CaptureRecorder
 from serve_app.domain.model import ModelRef
 
-log = logging.getLogger("torchrelay.capture")
+log = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _RETRY_PERIOD_S = 20.0  # after an error

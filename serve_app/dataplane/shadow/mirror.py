@@ -28,7 +28,7 @@ from serve_app.domain.traffic_policy import BUCKET_COUNT, ShadowPolicy
 from serve_app.errors import RelayError
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.shadow")
+log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 4  # copies of one model and live version that are with the shadow, or compared
 MAX_QUEUED = 128  # copies that wait for that

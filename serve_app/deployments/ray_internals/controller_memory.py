@@ -14,7 +14,7 @@ import psutil
 import ray
 from ray.serve.context import _get_global_client
 
-log = logging.getLogger("torchrelay.controller_memory")
+log = logging.getLogger(__name__)
 
 _CHECK_PERIOD_S = 60.0
 

@@ -17,7 +17,7 @@ from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.model import ModelRef
 from serve_app.errors import RelayError, Unavailable
 
-log = logging.getLogger("torchrelay.adapters")
+log = logging.getLogger(__name__)
 
 _RETRY_PERIOD_S = 5.0
 _COMMIT_TIMEOUT_S = 60.0  # in which the table has an adapter that was loaded to check it

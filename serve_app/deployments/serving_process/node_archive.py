@@ -30,7 +30,7 @@ from serve_app.runtime.runner import Runner
 from serve_app.runtime.secret_env import hide_secrets
 from serve_app.settings import Settings
 
-log = logging.getLogger("torchrelay.archive")
+log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 << 20  # bytes of one chunk of an archive from Management
 

@@ -30,7 +30,7 @@ from serve_app.telemetry import logs
 from serve_app.telemetry.crash_reports import RUNNING_SUFFIX
 from serve_app.telemetry.running_batches import RunningBatches
 
-log = logging.getLogger("torchrelay.pool")
+log = logging.getLogger(__name__)
 
 _SAMPLE_PERIOD_S = 1.0  # seconds between measurements of the process
 Response = InferenceResponse | ResponseStream

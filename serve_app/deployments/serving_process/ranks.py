@@ -34,7 +34,7 @@ from serve_app.telemetry.metrics import Meters
 if TYPE_CHECKING:
     from handlers.distributed.process_group import RankPlacement
 
-log = logging.getLogger("torchrelay.sharded")
+log = logging.getLogger(__name__)
 
 _RANK_LAG_TIMEOUT_S = 10.0  # seconds after rank 0 in which the others must finish a batch
 _HEALTH_TIMEOUT_S = 5.0  # seconds in which every rank responds to a health check

@@ -34,7 +34,7 @@ from serve_app.settings import Settings
 from serve_app.telemetry import logs
 from serve_app.telemetry.autoscaling_stats import AutoscalingStats
 
-log = logging.getLogger("torchrelay.model")
+log = logging.getLogger(__name__)
 
 
 @serve.deployment

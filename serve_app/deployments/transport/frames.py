@@ -22,7 +22,7 @@ _TRIM_DELAY = 1.0  # seconds
 
 Message = tuple[int, Any]
 
-log = logging.getLogger("torchrelay.transport")
+log = logging.getLogger(__name__)
 
 
 class FrameConnection:

@@ -51,7 +51,7 @@ from serve_app.runtime.batching.request_queue import RequestQueue
 from serve_app.settings import Settings
 from serve_app.telemetry import tracing
 
-log = logging.getLogger("torchrelay.replica_client")
+log = logging.getLogger(__name__)
 
 MAX_CALLS_PER_REPLICA = 2
 MAX_ROWS = 64  # rows of one call; a batch rarely holds more

@@ -52,7 +52,7 @@ from serve_app.runtime.batching.pending_request import StreamBuffer
 _LOST = "the replica was lost in mid-stream"
 _FAULT = "A fault of this server."
 
-log = logging.getLogger("torchrelay.transport")
+log = logging.getLogger(__name__)
 
 _closing_streams: set[asyncio.Future[None]] = set()  # the event loop keeps only weak references
 

@@ -44,7 +44,7 @@ _METADATA_KEY = re.compile(r"(?!grpc-)[0-9a-z_.-]+(?<!-bin)")
 _OK = grpc.StatusCode.OK
 _CANCELLED = grpc.StatusCode.CANCELLED
 
-_log = logging.getLogger("torchrelay.protocols")
+_log = logging.getLogger(__name__)
 
 
 class CallContext(Protocol):

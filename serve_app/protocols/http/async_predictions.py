@@ -53,7 +53,7 @@ from serve_app.protocols.http.router import ProtocolRouter
 from serve_app.settings import Settings
 from serve_app.telemetry.tracing import TRACEPARENT, TRACESTATE
 
-_log = logging.getLogger("torchrelay.protocols")
+_log = logging.getLogger(__name__)
 
 WEBHOOK_HEADER = "x-torchrelay-webhook"
 IDEMPOTENCY_KEY_HEADER = "idempotency-key"

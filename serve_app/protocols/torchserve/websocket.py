@@ -36,7 +36,7 @@ from serve_app.settings import Settings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import AccessLog
 
-_log = logging.getLogger("torchrelay.protocols")
+_log = logging.getLogger(__name__)
 
 _MAX_QUEUED_MESSAGES = 16  # of one connection, behind the request that is processed
 _MESSAGE_TOO_BIG, _POLICY_VIOLATION = 1009, 1008  # RFC 6455, 7.4.1

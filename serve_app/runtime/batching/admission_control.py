@@ -27,7 +27,7 @@ from serve_app.runtime.batching.request_queue import RequestQueue
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.admission")
+log = logging.getLogger(__name__)
 
 MAX_SHADOWS = 16  # admitted at once
 

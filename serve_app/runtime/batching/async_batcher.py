@@ -24,7 +24,7 @@ from serve_app.runtime.batching.pending_request import Emit, PendingRequest, wit
 from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.async_batcher")
+log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 2.0  # seconds in which the handler loop must respond after a response_timeout
 

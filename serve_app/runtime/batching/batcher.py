@@ -26,7 +26,7 @@ from serve_app.runtime.batching.pending_request import PendingRequest, with_timi
 from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.batcher")
+log = logging.getLogger(__name__)
 
 # Limits of the rows staged behind the running batch, where they allow more than one batch. No row overtakes
 # them.

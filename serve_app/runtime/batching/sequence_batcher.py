@@ -37,7 +37,7 @@ from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.sequence_state import EndReason, OpenSequence, SequenceOptions, SequenceRow
 from serve_app.telemetry.metrics import Meters
 
-log = logging.getLogger("torchrelay.sequences")
+log = logging.getLogger(__name__)
 _STATELESS_KINDS = ("explain", "describe")  # kinds of requests that belong to no sequence
 _MAX_REMEMBERED = 1000  # ended sequences whose reason is kept for their clients
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-log = logging.getLogger("torchrelay.model")
+log = logging.getLogger(__name__)
 
 _MAX_CLAIMS = 256  # claims that one core may have
 _RETRY_PERIOD_S = 5.0  # seconds between looks for a core that became free

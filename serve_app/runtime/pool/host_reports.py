@@ -17,7 +17,7 @@ from serve_app.runtime.pool.leaks import Leak
 from serve_app.runtime.pool.version_cache import VersionCache
 from serve_app.runtime.runner import Runner
 
-log = logging.getLogger("torchrelay.pool")
+log = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0  # seconds between reports without a change
 _PAUSE_S = 0.05  # seconds in which changes are collected for one report

@@ -30,7 +30,7 @@ from serve_app.runtime.pool import memory
 from serve_app.runtime.runner import SWITCH_INTERVAL_S, Runner
 from serve_app.telemetry.running_batches import BatchSlot
 
-log = logging.getLogger("torchrelay.pool")
+log = logging.getLogger(__name__)
 
 _CLONE_FS = 0x200  # of linux/sched.h
 

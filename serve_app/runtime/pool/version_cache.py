@@ -18,7 +18,7 @@ from serve_app.runtime.host import malloc
 from serve_app.runtime.pool import memory
 from serve_app.runtime.pool.memory import MemoryUse
 
-log = logging.getLogger("torchrelay.pool")
+log = logging.getLogger(__name__)
 
 # Seconds for which the error of a failed load is returned before the next attempt.
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)

@@ -9,7 +9,7 @@ from functools import partial
 from serve_app.telemetry.torchserve.catalog import MetricFamily
 from serve_app.telemetry.torchserve.recorders import BUCKETS, RecorderSample
 
-log = logging.getLogger("torchrelay.metrics")
+log = logging.getLogger(__name__)
 
 _BOUNDS = (*(repr(bound) for bound in BUCKETS), "+Inf")
 

@@ -27,7 +27,7 @@ from serve_app.telemetry.torchserve.catalog import (
     validation_error,
 )
 
-log = logging.getLogger("torchrelay.metrics")
+log = logging.getLogger(__name__)
 
 Mode = Literal["prometheus", "log", "legacy"]
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)

@@ -107,7 +107,7 @@ def assert_refused(response: tuple[int, Any], code: int, type: str, *words: str)
 
 
 def test_a_good_version_takes_over(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "torchrelay.rollouts")
+    caplog.set_level(logging.INFO, "serve_app.control.rollouts")
     begun = cluster.begin()
     assert (begun["state"], begun["percent"], begun["next"]) == ("starting", 0, "the workers of 2.0")
     assert cluster.calls(100) == {"1.0": 100}

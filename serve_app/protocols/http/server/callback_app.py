@@ -28,7 +28,7 @@ from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
 from serve_app.protocols.http.numbers import parse_decimal
 from serve_app.protocols.http.sse import EVENT_STREAM
 
-_log = logging.getLogger("torchrelay.protocols")
+_log = logging.getLogger(__name__)
 
 Rendered = tuple[int, Headers, bytes]  # status, headers without the framing, body
 

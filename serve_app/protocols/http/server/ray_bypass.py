@@ -33,7 +33,7 @@ from serve_app.protocols.http.server import callback_protocol, http_protocol, we
 from serve_app.protocols.http.server.callback_app import CallbackApp
 from serve_app.protocols.torchserve import errors
 
-_log = logging.getLogger("torchrelay.protocols")
+_log = logging.getLogger(__name__)
 
 _app: Any = None
 
