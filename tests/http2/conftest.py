@@ -10,6 +10,9 @@ import pytest
 
 from serve_app.http2.limits import Http2Limits
 from tests.support.http2_peer import EchoServer, StartServer
+from tests.support.protocol_servers import grpc_listening
+
+__all__ = ["grpc_listening", "start_server"]
 
 
 @pytest.fixture
