@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import grpc
 
-from serve_app.console.process import ConsoleProcess
 from serve_app.control.api import ControlPlane
+from serve_app.deployments.listeners.console_process import ConsoleProcess
 from serve_app.deployments.listeners.grpc import ManagementGrpcListener
 from serve_app.deployments.listeners.http import HttpListener
 from serve_app.protocols.grpc_app import management_server

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from serve_app.console.process import ConsoleProcess
+from serve_app.deployments.listeners.console_process import ConsoleProcess
 from serve_app.errors import Unavailable
 from serve_app.settings import load
 
@@ -92,7 +92,7 @@ def test_only_the_servers_user_may_connect_and_no_secret_is_passed(monkeypatch: 
 def test_the_console_ends_with_a_parent_that_is_killed() -> None:
     source = """
 import asyncio, time
-from serve_app.console.process import ConsoleProcess
+from serve_app.deployments.listeners.console_process import ConsoleProcess
 from serve_app.settings import load
 from serve_app.errors import Unavailable
 console = ConsoleProcess(load({}), 8080)
