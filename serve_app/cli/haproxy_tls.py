@@ -2,7 +2,7 @@
 
 Ray Serve 2.60 passes ``ssl_certfile`` and ``ssl_keyfile`` to its Python proxy and to the replicas, but not to
 HAProxy, which would serve plain HTTP in front of them. So HAProxy terminates TLS at the configured address
-(`deployments/haproxy.py` adds it), and Ray Serve's own plain port moves to loopback.
+(`deployments/ray_internals/haproxy.py` adds it), and Ray Serve's own plain port moves to loopback.
 """
 
 from __future__ import annotations

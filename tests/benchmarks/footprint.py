@@ -82,7 +82,7 @@ def title(command: Sequence[str]) -> str:
         return match[1]
     if match := re.match(r"(ray-dashboard-\w+?)-\d", text):
         return match[1]
-    if match := re.search(r"-m serve_app\.(?:\w+\.)?(\w+)", text):
+    if match := re.search(r"-m serve_app\.(?:\w+\.)*(\w+)", text):
         return "torchrelay start" if match[1] == "cli" else match[1].replace("_", " ")
     for name in ("gcs_server", "raylet", "haproxy", "dashboard.py", "resource_tracker", "forkserver"):
         if name in text:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.deployments.options import drain_timeout
-from serve_app.deployments.serving_process.version import LoadedVersion, StartTimedOut
+from serve_app.deployments.serving_process.version import ServedVersion, StartTimedOut
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import Cancel, InferenceRequest, OnDone
 from serve_app.errors import StartFailed
@@ -25,7 +25,7 @@ from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.running_batches import BatchSlot
 
 
-class PooledVersion(LoadedVersion):
+class PooledVersion(ServedVersion):
     """A loaded version of a pool's host, with what its cache measures.
 
     ``on_hung`` is called with the reason, and with the thread of a handler that hangs.

@@ -20,7 +20,7 @@ from serve_app.deployments.options import drain_timeout
 from serve_app.deployments.serving_process.adapters import ReplicaAdapters
 from serve_app.deployments.serving_process.process import RESPONSE_FLUSH_S, ServingProcess, report_crashes
 from serve_app.deployments.serving_process.ranks import RankGroup
-from serve_app.deployments.serving_process.version import SHUTDOWN_MARGIN_S, LoadedVersion
+from serve_app.deployments.serving_process.version import SHUTDOWN_MARGIN_S, ServedVersion
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.adapter_errors import AdapterRejected
 from serve_app.domain.model import ModelSpec, Stage
@@ -50,7 +50,7 @@ class ModelReplica(ServingProcess):
         self._autoscaled = AutoscalingStats()
         self._meters.on_batch = self._autoscaled.record_batch
         thread = HandlerThread(on_idle=malloc.trim)
-        self._version = LoadedVersion(
+        self._version = ServedVersion(
             spec,
             settings,
             self._meters,

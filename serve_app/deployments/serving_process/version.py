@@ -31,7 +31,7 @@ from serve_app.telemetry.metrics import Meters
 SHUTDOWN_MARGIN_S = 4.0  # seconds of the drain timeout that the other steps of a shutdown need
 
 
-class LoadedVersion(Backend):
+class ServedVersion(Backend):
     """A version of this process, once ``open`` has returned.
 
     ``on_hung`` is called with the reason where its handler hangs: the process must end. ``report_stage``

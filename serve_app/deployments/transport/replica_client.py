@@ -57,7 +57,7 @@ MAX_CALLS_PER_REPLICA = 2
 MAX_ROWS = 64  # rows of one call; a batch rarely holds more
 MAX_BYTES = 8 << 20  # bytes of one call, unless one row alone is larger
 
-# The calls of this process to each version's replicas that Ray Serve counts in its metrics (ray_metrics.py).
+# The calls of this process to replicas that Ray Serve counts in its metrics (see ray_internals/metrics.py).
 calls_counted_by_ray: Counter[ModelRef] = Counter()
 
 
