@@ -36,7 +36,8 @@ _FATAL = re.compile(r"^(?:Fatal Python error|Windows fatal exception): (.+)$", r
 _CURRENT_THREAD = re.compile(r"^Current thread 0x([0-9a-f]+) ", re.MULTILINE)
 # Lines of a standard error that are not the handler's: Ray's markers, its crash handler, and server logs.
 _SERVER_LINE = re.compile(
-    r"^(:job_id:|:actor_name:|:task_name:|\[.*logging\.cc:|\d{4}-\d\d-\d\d \S+ \[\w+ *\] torchrelay\.)"
+    r"^(:job_id:|:actor_name:|:task_name:|\[.*logging\.cc:"
+    r"|\d{4}-\d\d-\d\d \S+ \[\w+ *\] (?:serve_app|handlers)\.)"
 )
 _SERVER_FILES = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,

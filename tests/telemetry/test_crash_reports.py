@@ -66,8 +66,10 @@ def test_os_exit_is_reported_with_status_and_stack(die):
 
 
 def test_kill_is_reported_with_the_last_lines_of_standard_error(die):
+    server_line = "2026-11-28 22:05:59,057 [WARNING] serve_app.deployments.gateway - of the server"
     [report] = die(
-        "sys.stderr.write('a library says\\n'); sys.stderr.flush(); os.kill(os.getpid(), 9)", phase="loading"
+        f"sys.stderr.write('a library says\\n{server_line}\\n'); sys.stderr.flush(); os.kill(os.getpid(), 9)",
+        phase="loading",
     )
     assert report.loading and not report.out_of_memory
     first, *rest = report.cause.splitlines()
