@@ -191,6 +191,27 @@ class IdempotencyKeyReused(BadRequest, reason="idempotency_key_reused", fields=(
     )
 
 
+class AdapterNotFound(NotFound, reason="adapter_not_found", fields=("model", "adapter", "names")):
+    template = "Model {model} has no adapter {adapter!r}. Its adapters: {names}."
+
+
+class AdapterRejected(BadRequest, reason="adapter_rejected", fields=("adapter", "problem")):
+    """A LoRA adapter that the engine cannot apply to its model."""
+
+    template = "Adapter {adapter} cannot be loaded: {problem}"
+
+
+class KeyNotFound(NotFound, reason="key_not_found", fields=("name",)):
+    template = "Key not found: {name}"
+
+
+class CannotBePooled(BadRequest, reason="cannot_be_pooled", fields=("model", "version", "pool", "problem")):
+    template = (
+        "Version {version} of model {model} cannot be in the pool {pool}: {problem}. Take pool out of its "
+        "model-config.yaml, and it gets replicas of its own."
+    )
+
+
 class MethodNotAllowed(RelayError, reason="method_not_allowed"):
     template = "Requested method is not allowed, please refer to API document."
 
@@ -209,6 +230,10 @@ class WorkflowExists(RelayError, reason="workflow_exists", fields=("workflow", "
 
 class Conflict(RelayError, reason="conflict"):
     """A change that conflicts with an active policy, experiment, rollout or workflow."""
+
+
+class AdapterExists(Conflict, reason="adapter_exists", fields=("model", "version", "adapter")):
+    template = "Version {version} of model {model} has an adapter {adapter} already; remove it first."
 
 
 class InsufficientResources(Conflict, reason="insufficient_resources"):
@@ -237,6 +262,21 @@ class ExposureNotFound(NotFound, reason="exposure_not_found", fields=("unit", "e
     template = (
         "Experiment {experiment} has no exposure of the request id or key {unit!r}; "
         "send the X-Request-Id of one of its responses, or the key of the client."
+    )
+
+
+class RateLimited(RelayError, reason="rate_limited", fields=("key", "limit", "value")):
+    """A request over a limit of its key; ``limit`` is the name of the limit, ``value`` its value."""
+
+    retry_after: int | None = 1
+    template = "The key {key!r} has reached its limit {limit} ({value:g})."
+
+
+class KeyShareExceeded(RateLimited, reason="key_share_exceeded", fields=("key", "limit", "value")):
+    retry_after = 10
+    template = (
+        "No more asynchronous predictions of the key {key!r} are taken now: its share of "
+        "async_predictions.{limit} ({value:g}) is reached. Fetch and DELETE what has ended."
     )
 
 
@@ -280,6 +320,15 @@ class TooManySequences(Unavailable, reason="too_many_sequences", fields=("model"
     template = (
         'Model "{model}" Version {version} has no room for another sequence: its replica keeps '
         "{count} open (maxNumSequence). End one, or come again when one has ended."
+    )
+
+
+class PoolBusy(Unavailable, reason="pool_busy", fields=("model", "pool")):
+    """A pool in whose host no version can be evicted for another."""
+
+    template = (
+        "Model {model} cannot be loaded now: every version that the host of the pool {pool} has loaded is "
+        "pinned or in use. Retry, or give the pool more memory or hosts."
     )
 
 
@@ -360,6 +409,10 @@ class StartFailed(RelayError, reason="start_failed", fields=("model", "version",
 
 class StartOutOfMemory(StartFailed, reason="out_of_memory"):
     pass
+
+
+class PoolTooSmall(StartFailed, reason="pool_too_small"):
+    """A version that needs more memory than its pool's hosts have."""
 
 
 class WorkflowFailed(StartFailed, fields=("workflow", "failures", "detail")):

@@ -12,6 +12,7 @@ from serve_app import errors
 _VALUES = {
     "code": 422,
     "limit": 7,
+    "value": 5,
     "size": 9,
     "count": 3,
     "seconds": 0.5,

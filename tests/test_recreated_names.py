@@ -26,14 +26,13 @@ from serve_app.dataplane.key_limits import KeyLimiter
 from serve_app.deployments.serving_process.adapters import ReplicaAdapters
 from serve_app.domain.access import ROLES, KeyGrant, KeyLimits
 from serve_app.domain.adapter import AdapterSpec
-from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.model import ModelRef, ModelSpec, ReplicaInfo
 from serve_app.domain.pool import HostReport, LoadedVersion
 from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.signature import Signature, TensorSpec
 from serve_app.domain.tensors import Tensor
-from serve_app.errors import ModelLoading, StartFailed
+from serve_app.errors import ModelLoading, RateLimited, StartFailed
 from serve_app.runtime.pool.host_reports import HostReporter
 from serve_app.runtime.pool.leaks import LeakDetector
 from serve_app.runtime.pool.memory import MemoryUse

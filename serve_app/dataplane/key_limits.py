@@ -18,9 +18,9 @@ from math import ceil
 
 from serve_app.domain import tensors
 from serve_app.domain.access import JWT_PREFIX, KeyDemand, KeyGrant, KeyLimits, KeyShare
-from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import RoutingTable
+from serve_app.errors import RateLimited
 from serve_app.telemetry.metrics import Meters
 
 SHARE_PERIOD_S = 0.5  # between two exchanges with Management

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handlers.errors import HandlerLoadError
-from serve_app.domain.adapter_errors import AdapterRejected
-from serve_app.errors import RelayError
+from serve_app.errors import AdapterRejected, RelayError
 
 
 class HandlerAdapters:

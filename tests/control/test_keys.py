@@ -23,9 +23,8 @@ from serve_app.control.table_publisher import TablePublisher
 from serve_app.domain import api_key
 from serve_app.domain.access import ROLES, KeyGrant, KeyLimits
 from serve_app.domain.api_key import KeyRequest, RotationRequest
-from serve_app.domain.key_errors import KeyNotFound
 from serve_app.domain.key_settings import JwtSettings, KeySettings
-from serve_app.errors import BadRequest, Conflict, Forbidden, ModelNotAllowed
+from serve_app.errors import BadRequest, Conflict, Forbidden, KeyNotFound, ModelNotAllowed
 from serve_app.settings import AuthSettings, Settings
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 

@@ -14,9 +14,9 @@ from serve_app.control.key_shares import KeyShares
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
 from serve_app.dataplane.key_limits import SHARE_PERIOD_S, KeyLimiter, count_tokens
 from serve_app.domain.access import ROLES, KeyDemand, KeyGrant, KeyLimits
-from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.errors import RateLimited
 from serve_app.telemetry.metrics import Meters
 from tests.support.coroutine_backend import CoroutineBackend
 

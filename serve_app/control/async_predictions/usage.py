@@ -6,8 +6,7 @@ from collections import Counter
 
 from serve_app.domain.access import JWT_PREFIX
 from serve_app.domain.async_prediction import AsyncPrediction
-from serve_app.domain.key_errors import KeyShareExceeded
-from serve_app.errors import AsyncQueueFull
+from serve_app.errors import AsyncQueueFull, KeyShareExceeded
 from serve_app.settings import AsyncPredictionSettings
 from serve_app.telemetry.metrics import Meters
 

@@ -28,8 +28,7 @@ from serve_app.domain.api_key import (
     RotationRequest,
     StoredKey,
 )
-from serve_app.domain.key_errors import KeyNotFound
-from serve_app.errors import Conflict, Forbidden, InProgress, ModelNotAllowed
+from serve_app.errors import Conflict, Forbidden, InProgress, KeyNotFound, ModelNotAllowed
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from serve_app.domain.access import matches
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.pool import check_pool_name
-from serve_app.domain.pool_errors import CannotBePooled
 from serve_app.domain.pool_settings import PoolSettings
-from serve_app.errors import BadRequest
+from serve_app.errors import BadRequest, CannotBePooled
 from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import Settings
 

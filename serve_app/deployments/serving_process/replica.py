@@ -22,10 +22,9 @@ from serve_app.deployments.serving_process.process import RESPONSE_FLUSH_S, Serv
 from serve_app.deployments.serving_process.ranks import RankGroup
 from serve_app.deployments.serving_process.version import SHUTDOWN_MARGIN_S, ServedVersion
 from serve_app.domain.adapter import AdapterSpec
-from serve_app.domain.adapter_errors import AdapterRejected
 from serve_app.domain.model import ModelSpec, Stage
 from serve_app.domain.routing_table import RoutingTable
-from serve_app.errors import RelayError, ReplicaDied, StartFailed
+from serve_app.errors import AdapterRejected, RelayError, ReplicaDied, StartFailed
 from serve_app.runtime.backends import Backend
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.host import malloc

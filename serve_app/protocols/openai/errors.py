@@ -8,9 +8,8 @@ import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app import errors
-from serve_app.domain.adapter_errors import AdapterNotFound
-from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
+from serve_app.errors import AdapterNotFound, RateLimited
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, build_error_headers
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app.domain.access import matches
-from serve_app.domain.adapter_errors import AdapterNotFound
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.validation import documented
+from serve_app.errors import AdapterNotFound
 
 
 class OpenAIModel(TypedDict):

@@ -8,8 +8,8 @@ import orjson
 from typing_extensions import TypedDict
 
 from serve_app import errors
-from serve_app.domain.key_errors import RateLimited
 from serve_app.domain.validation import documented
+from serve_app.errors import RateLimited
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, build_error_headers
 

@@ -12,8 +12,7 @@ from functools import reduce
 from typing import Generic, Protocol, TypeVar
 
 from serve_app.domain.model import ModelRef, ModelSpec
-from serve_app.domain.pool_errors import PoolBusy, PoolTooSmall
-from serve_app.errors import RelayError, StartFailed
+from serve_app.errors import PoolBusy, PoolTooSmall, RelayError, StartFailed
 from serve_app.runtime.host import malloc
 from serve_app.runtime.pool import memory
 from serve_app.runtime.pool.memory import MemoryUse

@@ -10,9 +10,8 @@ import yaml
 
 from serve_app.control.spec_builder import build_spec
 from serve_app.domain.model import ModelSpec, Registration
-from serve_app.domain.pool_errors import CannotBePooled
 from serve_app.domain.pool_settings import PoolSettings
-from serve_app.errors import BadRequest, ConfigurationError
+from serve_app.errors import BadRequest, CannotBePooled, ConfigurationError
 from serve_app.model_store.manifest import Manifest
 from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import RuntimeSettings, Settings

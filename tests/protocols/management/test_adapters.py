@@ -26,10 +26,9 @@ from serve_app.deployments.serving_process.adapters import ReplicaAdapters
 from serve_app.deployments.serving_process.node_archive import NodeArchive
 from serve_app.domain.access import ROLES, AccessTable, KeyGrant
 from serve_app.domain.adapter import AdapterSpec
-from serve_app.domain.adapter_errors import AdapterRejected
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ReplicaInfo, VersionDescription
 from serve_app.domain.traffic_policy import TrafficPolicy
-from serve_app.errors import SignatureRejected
+from serve_app.errors import AdapterRejected, SignatureRejected
 from serve_app.model_store.signatures import sign
 from serve_app.protocols.torchserve.descriptions import describe_version
 from serve_app.runtime.adapters import HandlerAdapters

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from serve_app.domain.adapter import AdapterSpec
-from serve_app.domain.adapter_errors import AdapterNotFound
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.traffic_policy import TrafficPolicy
+from serve_app.errors import AdapterNotFound
 from serve_app.protocols.openai.model_ids import parse_id
 
 

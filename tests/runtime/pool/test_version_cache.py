@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from serve_app.domain.model import ModelRef, ModelSpec
-from serve_app.domain.pool_errors import PoolBusy, PoolTooSmall
-from serve_app.errors import StartFailed
+from serve_app.errors import PoolBusy, PoolTooSmall, StartFailed
 from serve_app.runtime.pool.memory import MemoryUse
 from serve_app.runtime.pool.version_cache import CacheLimits, VersionCache
 
