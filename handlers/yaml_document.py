@@ -96,6 +96,17 @@ def load(text: str | bytes) -> Any:
     return document
 
 
+def load_mapping(text: str | bytes) -> dict[Any, Any]:
+    """Return the mapping in a YAML text, empty for an empty text. Raises YamlError."""
+    document = load(text)
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        kind = type(document).__name__
+        raise YamlError(f"line 1: holds a {kind} and must be a mapping of keys to values")
+    return document
+
+
 def _exceeds(value: Any, budget: int) -> bool:
     """Return whether a value contains more than ``budget`` values; a value that contains itself does."""
     pending = [value]

@@ -23,12 +23,11 @@ from handlers.model_interface import OPTIONS, locate
 from handlers.value_types import to_plain
 from serve_app.client import errors as client_errors
 from serve_app.client.predictions import Prediction
-from serve_app.control.spec_builder import build_spec
+from serve_app.control.archive_ingestion import build_spec
 from serve_app.domain.model import ModelSpec, Registration
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.errors import RelayError, StartFailed
-from serve_app.model_store import class_options
-from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.archive import Archive, Manifest, convert_options, parse_options
 from serve_app.protocols.http.exchange import build_error_headers
 from serve_app.protocols.torchserve import errors as torchserve_errors
 from serve_app.runtime.batching.interface import RequestBatcher
@@ -236,14 +235,12 @@ def _load(target: ModelTarget) -> tuple[handlers.LoadedHandler, type, Path]:
 
 def _build_spec(cls: type, options: dict[str, Any]) -> ModelSpec:
     where = locate(cls)
-    config = class_options.to_config({**getattr(cls, OPTIONS, {}), **options}, where)
+    config = convert_options({**getattr(cls, OPTIONS, {}), **options}, where)
     return build_spec(
         Registration("local"),
-        Manifest(archive=where, model_name=cls.__name__, handler=cls.__name__),
-        class_options.parse(config, where),
-        digest="",
-        archive="",
-        settings=Settings(),
+        Archive(where, Path(), Manifest(cls.__name__, handler=cls.__name__)),
+        parse_options(config, where),
+        Settings(),
         at_startup=True,
     )
 

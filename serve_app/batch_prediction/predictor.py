@@ -12,7 +12,7 @@ from serve_app.batch_prediction.rows import BatchRow, RowResult, decode_body
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
 from serve_app.errors import InvalidInput, RelayError
-from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.archive import Archive
 from serve_app.runtime.batching.row_batcher import create_row_batcher
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.host import malloc
@@ -35,8 +35,8 @@ class BlockPredictor:
         self._spec = spec
         self._hung = False
         self._handler_thread = HandlerThread(on_idle=malloc.trim)
-        manifest = Manifest.read(directory, spec.url, settings.store.default_service_handler)
-        runner = self._runner = Runner(spec, directory, dict(manifest.raw), settings.runtime, gpu)
+        archive = Archive.read(directory, spec.url, settings.store.default_service_handler)
+        runner = self._runner = Runner(spec, directory, dict(archive.manifest.raw), settings.runtime, gpu)
         self._handler_thread.submit(runner.load).result()
         self._handler_thread.submit(runner.warm_up).result()
         self._loop = asyncio.new_event_loop()

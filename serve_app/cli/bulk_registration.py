@@ -15,7 +15,7 @@ from rich.table import Table
 
 from serve_app.cli.store_copy import add_to_store
 from serve_app.client import Client, ConflictError, ServerError, TransportError
-from serve_app.model_store.manifest import is_model_folder
+from serve_app.model_store.archive import is_model_folder
 
 ARCHIVES = (".mar", ".zip", ".tar.gz", ".tgz")
 _MAX_LISTED = 20  # failures

@@ -15,8 +15,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from serve_app.cli.api_client import CliClient
 from serve_app.cli.terminal import console, fail
-from serve_app.model_store.manifest import Manifest
-from serve_app.model_store.model_config import ModelConfig
+from serve_app.model_store.archive import HUGGING_FACE, Archive, Manifest, ModelConfig
+from serve_app.model_store.cache import unpack
+from serve_app.model_store.model_check import check_model
+from serve_app.settings import ModelStoreSettings
 
 VARIANTS = (
     "plain", "bfloat16", "int8", "compile", "compile-bfloat16", "channels-last", "onnx", "onnx-int8",
@@ -100,6 +102,25 @@ def find_archive(
         if candidate.exists():
             return candidate, served
     fail(f"The archive of {model} is {url}, which is not in {store}. Pass the folder with --model-store.")
+
+
+def read_archive(path: Path, served: list[dict[str, Any]], temporary: Path) -> tuple[Archive, ModelConfig]:
+    """Return an archive, unpacked and checked, with its effective configuration.
+
+    ``served`` are the versions of its model on the server, as ``find_archive`` returns them; exit where their
+    registration named another handler. Raises RelayError.
+    """
+    directory = path.resolve() if path.is_dir() else unpack(path, temporary / "archive", ModelStoreSettings())
+    archive, task = Archive.read(directory, path.name), None
+    if served:  # the registration may have overridden the archive
+        archive = archive.with_names(model_name=served[0]["modelName"], version=served[0]["modelVersion"])
+        task = served[0].get("task")
+    # The model runs on its user's own machine, who trusts the archive's configuration.
+    config = check_model(archive, task, archive.config.trusted is True)
+    if served and archive.manifest.handler == HUGGING_FACE and "task" not in served[0]:
+        name = archive.manifest.model_name
+        fail(f"{name} was registered with its own handler. Pass its archive, {path}, instead.")
+    return archive, config
 
 
 def manifest_document(manifest: Manifest, version: str) -> dict[str, Any]:

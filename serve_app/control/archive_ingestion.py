@@ -1,4 +1,4 @@
-"""The steps from an archive's URL to a spec: an archive is fetched, stored and checked before any change."""
+"""The steps from a registration to a spec: an archive is fetched, stored and checked before any change."""
 
 from __future__ import annotations
 
@@ -8,21 +8,40 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable
+from fnmatch import fnmatchcase
+from math import ceil
 from pathlib import Path
+from typing import Any, Literal
 
 from serve_app.control.capture_check import check_capture
-from serve_app.control.spec_builder import build_spec, build_workflow_spec
 from serve_app.domain import limits
 from serve_app.domain.access import matches
 from serve_app.domain.adapter import AdapterRequest, AdapterSpec
-from serve_app.domain.model import ModelSpec, Registration
+from serve_app.domain.model import VERSION, ModelRef, ModelSpec, Registration, check_name, check_word
+from serve_app.domain.pool import check_pool_name
+from serve_app.domain.pool_settings import PoolSettings
 from serve_app.domain.urls import redact_url
-from serve_app.errors import ArchiveNotFound, BadRequest, Unavailable, WorkflowArchiveNotFound
+from serve_app.domain.workflow_graph import WorkflowGraph
+from serve_app.errors import (
+    ArchiveNotFound,
+    BadRequest,
+    CannotBePooled,
+    ConfigurationError,
+    Unavailable,
+    WorkflowArchiveNotFound,
+)
 from serve_app.model_store import workflow_archive
-from serve_app.model_store.adapter_folder import find_adapter_folder
+from serve_app.model_store.archive import (
+    Archive,
+    Manifest,
+    ModelConfig,
+    archive_stem,
+    find_adapter_folder,
+    handler_module,
+    is_model_folder,
+)
 from serve_app.model_store.atomic_dir import temporary_dir
 from serve_app.model_store.cache import ArchiveCache, CachedArchive
-from serve_app.model_store.manifest import Manifest, archive_stem, is_model_folder
 from serve_app.model_store.model_check import check_model
 from serve_app.model_store.signatures import (
     MAX_BYTES,
@@ -32,7 +51,8 @@ from serve_app.model_store.signatures import (
     signature_url,
 )
 from serve_app.model_store.sources import fetch, file_path, split_digest
-from serve_app.settings import ModelStoreSettings, Settings
+from serve_app.model_store.workflow_archive import WorkflowModel
+from serve_app.settings import ModelStoreSettings, RuntimeSettings, Settings, VersionSettings
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +60,43 @@ OnBytes = Callable[[int, "int | None"], None]
 OnProgress = Callable[..., None]  # is called with a stage of domain.model.Stage and its details
 
 _SUFFIXES = (".mar", ".tar.gz", ".tgz", ".zip")
+
+FUNCTIONS = "handlers.loading.workflow_functions:WorkflowFunctions"  # the handler of a workflow's functions
+_PREFIX_CACHING_HANDLERS = ("llm", "vllm_handler", "trt_llm_handler")
+RUNTIMES = ("python", "python3", "LSP")
+
+_NO_OVERRIDES = VersionSettings()
+
+# A name is part of a route, and twice of the name of each replica's log file, which has at most 255 bytes.
+_MAX_LENGTH = 100
+
+# Keys of model-config.yaml for which other sources count too; a spec has all others as the file has them.
+_COMBINED_KEYS = {
+    "min_workers",
+    "max_workers",
+    "batch_size",
+    "max_batch_delay",
+    "response_timeout",
+    "startup_timeout",
+    "autoscaling",
+    "batcher",
+    "routing",
+    "pool",
+}
+_FILE_KEYS = {f.name for f in dataclasses.fields(ModelConfig)} & {
+    f.name for f in dataclasses.fields(ModelSpec)
+} - _COMBINED_KEYS
+
+# Keys of model-config.yaml that @serve.batch cannot serve -> the fields of ModelConfig, and why.
+_WITHOUT_RAY = {
+    "sequenceBatching": ("sequence_batching", "a batch takes one row of each sequence"),
+    "continuousBatching": ("continuous_batching", "rows join and leave a running batch"),
+    "useJobTicket": ("use_job_ticket", "a row is taken only where the model is idle"),
+    "bucket_by_length": ("bucket_by_length", "a batch is chosen among all waiting rows"),
+}
+
+# Defaults of a stateful model; times in milliseconds.
+_SEQUENCE_DEFAULTS = {"sequence_max_idle": 60_000, "max_num_sequence": 100, "max_sequence_job_queue_size": 16}
 
 
 def _ignore_progress(stage: str, **details: object) -> None:
@@ -54,6 +111,8 @@ class ArchiveIngestor:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._model_store, self._workflow_store = settings.model_store, settings.workflow_store
+        self._signature_limits = dataclasses.replace(settings.store, max_archive_bytes=MAX_BYTES)
         self._cache = ArchiveCache(settings.state_dir, settings.store)
         self._signatures = SignatureVerifier(settings.store, settings.root)
         # Digests that may be removed. At first all of them: a Management that was killed removed nothing.
@@ -71,35 +130,30 @@ class ArchiveIngestor:
         SignatureRejected, ConfigurationError, BadRequest, and Unavailable on a full disk.
         """
         settings = self._settings
-        stored, source, signature = self._store(registration, settings.model_store, on_progress, at_startup)
-        manifest = Manifest.read(stored.directory, source, settings.store.default_service_handler)
-        manifest = dataclasses.replace(
-            manifest,
-            model_name=registration.model_name or manifest.model_name,
-            handler=registration.handler or manifest.handler,
-        )
+        stored, source, signature = self._store(registration, self._model_store, on_progress, at_startup)
+        archive = dataclasses.replace(
+            Archive.read(stored.directory, source, settings.store.default_service_handler),
+            digest=stored.digest,
+            uri=stored.uri,
+            size=stored.size,
+            signed_by=signature.signed_by,
+        ).with_names(model_name=registration.model_name, handler=registration.handler)
+        manifest = archive.manifest
         signature.check_names(manifest.model_name)
-        patterns = settings.store.trusted
         trusted = registration.trusted or any(
-            matches(name, patterns) for name in (manifest.model_name, registration.url)
+            fnmatchcase(name, pattern)
+            for name in (manifest.model_name, registration.url)
+            for pattern in settings.store.trusted
         )
-        config = check_model(stored.directory, manifest, registration.task, trusted)
+        config = check_model(archive, registration.task, trusted)
         if config.capture is not None:
-            check_capture(config.capture, stored.directory, manifest, settings)
+            check_capture(config.capture, archive, settings)
         if config.unserved:
             keys = ", ".join(config.unserved)
             log.warning(
                 "%s: %s in its %s: not served, and without effect", source, keys, manifest.config_file
             )
-        spec = build_spec(
-            registration,
-            manifest,
-            config,
-            digest=stored.digest,
-            archive=stored.uri,
-            settings=settings,
-            at_startup=at_startup,
-        ).with_(signed_by=signature.signed_by, archive_bytes=stored.size)
+        spec = build_spec(registration, archive, config, settings, at_startup)
         if manifest.requirements_file is not None and not spec.requirements:
             cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
             log.warning("%s: its %s is not installed; %s", source, manifest.requirements_file, cure)
@@ -114,16 +168,14 @@ class ArchiveIngestor:
         It needs a signature where the version ``base``, whose outputs it changes, needs one.
         """
         registration = Registration(request.url, sha256=request.sha256)
-        stored, source, signature = self._store(
-            registration, self._settings.model_store, _ignore_progress, False
-        )
+        stored, source, signature = self._store(registration, self._model_store, _ignore_progress, False)
         signature.check_names(*signature_names(base))
         find_adapter_folder(stored.directory, source)
         return AdapterSpec(request.name, request.url, stored.digest, stored.uri, signature.signed_by)
 
     def ingest_workflow(
         self, registration: Registration
-    ) -> tuple[ModelSpec, list[Registration], tuple[workflow_archive.WorkflowModel, ...]]:
+    ) -> tuple[ModelSpec, list[Registration], tuple[WorkflowModel, ...]]:
         """Return the spec of the workflow in a .war, its models, and a registration for each of them.
 
         Raises WorkflowArchiveNotFound, InvalidWorkflow, LimitExceeded and whatever ``ingest`` raises.
@@ -131,7 +183,7 @@ class ArchiveIngestor:
         url = registration.url
         try:
             stored, source, signature = self._store(
-                registration, self._settings.workflow_store, _ignore_progress, False
+                registration, self._workflow_store, _ignore_progress, False
             )
         except ArchiveNotFound as error:
             where = "at" if "://" in url or url.startswith("/") else "in workflow store"
@@ -199,19 +251,19 @@ class ArchiveIngestor:
                     address, store_settings, store, into, progress, registration.s3_sse_kms, by_operator
                 )
 
-            settings = self._settings.store
             source = fetch_file(
                 url,
                 "archive",
                 lambda done, total: on_progress("downloading", bytes=done, total=total),
-                settings,
+                self._settings.store,
             )
-            small = dataclasses.replace(settings, max_archive_bytes=MAX_BYTES)
             names = [source.name, url, *filter(None, [registration.model_name]), archive_stem(source.name)]
             check = SignatureCheck(
                 self._signatures,
                 names,
-                lambda: fetch_file(signature_url(url), "signature", lambda done, total: None, small),
+                lambda: fetch_file(
+                    signature_url(url), "signature", lambda done, total: None, self._signature_limits
+                ),
             )
             stored = self._cache.store(
                 source,
@@ -234,7 +286,7 @@ class ArchiveIngestor:
         if names in ("", "none"):
             return []
         if names == "all":
-            store = self._settings.model_store
+            store = self._model_store
             paths = sorted(store.iterdir()) if store.is_dir() else []
             return [Registration(path.name) for path in paths if _is_archive(path)]
         return [_parse_registration(item.strip()) for item in names.split(",") if item.strip()]
@@ -291,3 +343,255 @@ def _is_archive(path: Path) -> bool:
         log.error("%s was not loaded: %s", path, error)
         return False
     return path.name.lower().endswith(_SUFFIXES)
+
+
+# Specs: pure functions of an archive or a workflow, its registration and the settings
+
+
+def build_spec(
+    registration: Registration,
+    archive: Archive,
+    config: ModelConfig,
+    settings: Settings,
+    at_startup: bool,
+) -> ModelSpec:
+    """Build the spec of a version from its registration, its archive and the settings.
+
+    ``config`` is the archive's effective configuration, as ``check_model`` returns it.
+
+    The first source with a value applies; ``control.models`` holds settings of single versions. Batch size
+    and delay: registration, file, control.models. Timeouts: file, control.models, registration, settings.
+    Workers: file, registration, control.models at start-up, settings, and at start-up one. All others: file,
+    settings. A number of zero or less is no value, except for workers. Raises BadRequest, and LimitExceeded
+    for a number of any source that is beyond its limit, also where another source has precedence.
+    """
+    defaults, manifest, place = settings.runtime, archive.manifest, archive.config_place
+    limits.check(registration, settings.limits, "the registration")
+    limits.check(config.raw, settings.limits, place)
+    limits.check({"tensor_parallel*pipeline_parallel": _ranks(config)}, settings.limits, place)
+    if _ranks(config) > 1 and config.num_gpus not in (None, 0, 1):
+        why = (
+            f"num_gpus: {config.num_gpus:g}; a rank of a sharded model has one GPU to itself: 1, "
+            f"or 0 for CPUs"
+        )
+        raise ConfigurationError(manifest.config_file or "", why)
+    ref = _ref(registration.model_name or manifest.model_name, manifest.version)
+    version_settings = settings.control.models.get(ref.name, {}).get(ref.version, _NO_OVERRIDES)
+    min_workers, max_workers = _workers(registration, config, version_settings, settings, at_startup)
+    options: dict[str, Any] = {
+        "job_queue_size": defaults.job_queue_size,
+        "batcher": _batcher(config, defaults, place),
+        "routing": config.routing or _default_routing(registration.handler or manifest.handler, config),
+        "num_cpus": defaults.num_cpus,
+        "num_gpus": _gpus(config, defaults.num_gpus),
+        **{key: getattr(config, key) for key in _FILE_KEYS if getattr(config, key) is not None},
+    }
+    if config.sequence_batching:
+        options |= {key: value for key, value in _SEQUENCE_DEFAULTS.items() if not options.get(key)}
+    if config.retries is None and (config.sequence_batching or config.continuous_batching):
+        options["retries"] = False  # an executed request has changed the state already
+    spec = ModelSpec(
+        name=ref.name,
+        version=ref.version,
+        url=registration.url,
+        digest=archive.digest,
+        archive=archive.uri,
+        archive_bytes=archive.size,
+        signed_by=archive.signed_by,
+        handler=registration.handler or manifest.handler,
+        runtime=_runtime(registration.runtime or manifest.runtime),
+        min_workers=min_workers,
+        max_workers=max_workers,
+        batch_size=_first(registration.batch_size, config.batch_size, version_settings.batch_size) or 1,
+        max_batch_delay=_first(
+            registration.max_batch_delay, config.max_batch_delay, version_settings.max_batch_delay
+        ),
+        response_timeout=_first(
+            config.response_timeout, version_settings.response_timeout, registration.response_timeout
+        )
+        or defaults.default_response_timeout,
+        startup_timeout=_first(
+            config.startup_timeout, version_settings.startup_timeout, registration.startup_timeout
+        )
+        or defaults.default_startup_timeout,
+        loaded_at_startup=at_startup,
+        requirements=_requirements(manifest, config, settings) or "",
+        autoscaling=config.autoscaling if min_workers < max_workers else None,
+        config=dict(config.raw),
+        **options,
+    )
+    spec = _select_pool(spec, config, settings)
+    if spec.pool and at_startup and config.min_workers is None and version_settings.min_workers is None:
+        return spec.with_(min_workers=0, max_workers=0)  # its first request loads it
+    return spec
+
+
+def build_workflow_spec(
+    registration: Registration,
+    graph: WorkflowGraph,
+    settings: Settings,
+    *,
+    digest: str = "",
+    archive: str = "",
+    file: str = "",
+) -> ModelSpec:
+    """Build the spec of a workflow; ``file`` of its archive defines its functions, where it has any.
+
+    Raises BadRequest, and LimitExceeded as ``build_spec`` does.
+    """
+    limits.check(registration, settings.limits, "the registration")
+    limits.check(graph, settings.limits, f"workflow {graph.name}")
+    ref = _ref(graph.name, graph.version)
+    defaults = settings.runtime
+    functions = {"file": file, "names": list(graph.functions), "plain": bool(graph.torchserve)}
+    workers = graph.workers if file else 0
+    return ModelSpec(
+        name=ref.name,
+        version=ref.version,
+        url=registration.url,
+        digest=digest,
+        archive=archive,
+        handler=FUNCTIONS if file else "",
+        min_workers=workers,
+        max_workers=workers,
+        response_timeout=registration.response_timeout or defaults.default_response_timeout,
+        startup_timeout=registration.startup_timeout or defaults.default_startup_timeout,
+        client_timeout=ceil(graph.timeout_s * 1000) if graph.timeout_s is not None else 0,
+        job_queue_size=defaults.job_queue_size,
+        num_cpus=defaults.num_cpus,
+        graph=graph,
+        config={"functions": functions} if file else {},
+    )
+
+
+def build_member_spec(spec: ModelSpec, member: WorkflowModel) -> ModelSpec:
+    """Build the spec of a model that a workflow brings; the workflow determines its workers."""
+    low, high = member.min_workers, member.max_workers
+    return spec.with_(min_workers=low, max_workers=high, autoscaling=spec.autoscaling if low < high else None)
+
+
+def _first(*numbers: int | None) -> int | None:
+    """Return the first positive number."""
+    return next((number for number in numbers if number is not None and number > 0), None)
+
+
+def _workers(
+    registration: Registration,
+    config: ModelConfig,
+    version_settings: VersionSettings,
+    settings: Settings,
+    at_startup: bool,
+) -> tuple[int, int]:
+    if config.min_workers is not None:
+        low, high = config.min_workers, config.max_workers or config.min_workers
+        if config.autoscaling is not None and config.max_workers and config.raw.get("minWorkers") == 0:
+            low = 0  # TorchServe reads 1; with autoscaling configured, 0 is meant
+        if high >= low:
+            return low, high
+    if registration.initial_workers is not None:
+        count = max(0, registration.initial_workers)
+    elif at_startup and version_settings.min_workers is not None:
+        low = version_settings.min_workers
+        return low, max(low, version_settings.max_workers or 0)
+    else:
+        count = _first(settings.runtime.default_workers_per_model) or int(at_startup)
+    return count, count
+
+
+def _gpus(config: ModelConfig, default: float) -> float:
+    """Return the GPUs of a replica whose file has no ``num_gpus``."""
+    if config.device_type == "cpu":
+        return 0.0  # a share would be idle
+    if _ranks(config) > 1:
+        return float(ceil(default))  # no two ranks can share one
+    if config.parallel_type == "custom" and config.parallel_level is not None:
+        return float(config.parallel_level)
+    return default
+
+
+def _batcher(config: ModelConfig, defaults: RuntimeSettings, place: str) -> Literal["torchrelay", "ray"]:
+    """Return the batcher of the file, else of the settings. Raises ConfigurationError where it cannot be."""
+    batcher = config.batcher or defaults.batcher
+    for key, (name, reason) in _WITHOUT_RAY.items() if batcher == "ray" else ():
+        if getattr(config, name):
+            source = "batcher: ray" if config.batcher else "runtime.batcher: ray in the settings"
+            remedy = "write batcher: torchrelay into this file"
+            raise ConfigurationError(place, f"{key}: {reason}; {source} selects @serve.batch. {remedy}")
+    return batcher
+
+
+def _default_routing(handler: str, config: ModelConfig) -> Literal["load", "prefix"]:
+    """Return the routing of a version whose file has none: by prefix where the handler caches prefixes."""
+    engine = config.raw.get("engine")
+    if handler_module(handler) not in _PREFIX_CACHING_HANDLERS or config.sequence_batching:
+        return "load"
+    return "load" if isinstance(engine, dict) and engine.get("prefix_caching") is False else "prefix"
+
+
+def _ranks(config: ModelConfig) -> int:
+    return (config.tensor_parallel or 1) * (config.pipeline_parallel or 1)
+
+
+def _requirements(manifest: Manifest, config: ModelConfig, settings: Settings) -> str | None:
+    wanted = config.use_venv or settings.runtime.install_py_dep_per_model
+    return manifest.requirements_file if wanted else None
+
+
+def _runtime(runtime: str) -> str:
+    if runtime not in RUNTIMES:
+        raise BadRequest(f"Invalid RuntimeType value: {runtime}")
+    return runtime
+
+
+def _ref(name: str, version: str) -> ModelRef:
+    check_word(name, "a model's name has")
+    check_name(VERSION, version, "a version has letters, digits and any of _ . - +")
+    ref = ModelRef(name, version)
+    if len(ref.app) > _MAX_LENGTH:
+        raise BadRequest(
+            f"{ref.app[:_MAX_LENGTH]!r} is too long: name and version together have at most "
+            f"{_MAX_LENGTH - 2} characters; in a version with --, each . and - counts as two."
+        )
+    return ref
+
+
+def _select_pool(spec: ModelSpec, config: ModelConfig, settings: Settings) -> ModelSpec:
+    """Return the spec with the pool of its model-config.yaml, else with that of the settings.
+
+    An empty name in the file keeps a version out of the pool of the settings. Raises CannotBePooled where the
+    file names a pool that cannot have it; then the pool of the settings is not used either.
+    """
+    name = settings.runtime.pool if config.pool is None else config.pool
+    if not name:
+        return spec
+    try:
+        check_pool_name(name)
+    except ValueError as error:
+        raise BadRequest(f"runtime.pool: {error}") from None
+    allowed = settings.pools.get(name, PoolSettings()).allowed_models
+    problem = _find_obstacle(spec, config)
+    if not problem and not matches(spec.name, allowed):
+        problem = f"pools.{name}.allowed_models admits {', '.join(allowed) or 'none'} only"
+    if not problem:
+        return spec.with_(pool=name)
+    if config.pool is None:
+        return spec
+    raise CannotBePooled(spec.name, spec.version, name, problem)
+
+
+def _find_obstacle(spec: ModelSpec, config: ModelConfig) -> str:
+    """Return why a version cannot share its process with others; empty where it can."""
+    obstacles = {
+        "it has Python packages of its own, and a process has one set of them": spec.requirements,
+        "its shards are processes of their own": spec.ranks > 1,
+        "torchrun starts processes of its own": config.torchrun or config.parallel_type,
+        "its sequences keep state, which an eviction would lose": spec.sequence_batching,
+        "@serve.batch (batcher: ray) has one queue for each process": spec.batcher == "ray",
+        "threads and pin apply to a process, which pools.NAME configures": config.threads or config.pin,
+        "num_cpus and num_gpus are claimed by hosts, which pools.NAME configures": config.num_cpus
+        or config.num_gpus,
+        "autoscaling starts replicas, and a pool has a fixed number of hosts": config.autoscaling,
+        "its requests are captured into files of its own replicas": config.capture,
+        "its LoRA adapters are loaded by all replicas of a version": spec.all_adapters,
+    }
+    return next((problem for problem, applies in obstacles.items() if applies), "")

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from handlers import extras
 from serve_app.dataplane.capture.reference import read_reference
 from serve_app.domain.capture import CapturePolicy
 from serve_app.errors import ConfigurationError
 from serve_app.model_store import object_stores
-from serve_app.model_store.manifest import CONFIG, Manifest, resolve_file
+from serve_app.model_store.archive import Archive
 from serve_app.settings import Settings
 
 
-def check_capture(policy: CapturePolicy, directory: Path, manifest: Manifest, settings: Settings) -> None:
-    """Check everything that ``capture`` names; ``directory`` has the unpacked archive.
+def check_capture(policy: CapturePolicy, archive: Archive, settings: Settings) -> None:
+    """Check everything that ``capture`` in an archive's configuration names.
 
     Raises ConfigurationError, and InvalidArchive where the reference file is missing.
     """
-    where = f"{manifest.archive}/{manifest.config_file or CONFIG}"
+    where = archive.config_place
     if policy.format == "parquet" and not extras.is_installed("pyarrow"):
         cure = f"{extras.install_command('pyarrow')}, or write format: jsonl"
         raise ConfigurationError(
@@ -27,15 +26,14 @@ def check_capture(policy: CapturePolicy, directory: Path, manifest: Manifest, se
         )
     if policy.destination:
         _check_destination(policy.destination, where, settings)
-    if policy.reference_version == manifest.version:
+    if policy.reference_version == archive.manifest.version:
         raise ConfigurationError(
             where,
             f"capture: reference_version is {policy.reference_version!r}, which is this version itself; "
             "name another one, or leave it out",
         )
     if isinstance(policy.reference, str):
-        file = resolve_file(directory, manifest, policy.reference)
-        read_reference(file, policy, f"{manifest.archive}/{policy.reference}")
+        read_reference(archive.find(policy.reference), policy, f"{archive.name}/{policy.reference}")
 
 
 def is_allowed(destination: str, settings: Settings) -> bool:

@@ -47,7 +47,7 @@ from serve_app.errors import (
     RelayError,
     StartFailed,
 )
-from serve_app.model_store.manifest import HUGGING_FACE, archive_stem
+from serve_app.model_store.archive import HUGGING_FACE, archive_stem
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import Settings
 

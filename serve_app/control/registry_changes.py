@@ -20,11 +20,10 @@ from serve_app.control.registry import (
     running_experiment,
     workflow_versions,
 )
-from serve_app.control.spec_builder import check_word
 from serve_app.domain import autoscaling as autoscaling_policy
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain.adapter import AdapterSpec
-from serve_app.domain.model import ModelRef, ModelSpec
+from serve_app.domain.model import ModelRef, ModelSpec, check_word
 from serve_app.domain.traffic_policy import BUCKET_COUNT, TrafficPolicy, allocate
 from serve_app.errors import (
     AdapterExists,

@@ -22,8 +22,8 @@ from serve_app.batch_prediction.results import ResultFolder
 from serve_app.deployments.ray_internals.local_node import LocalNode
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import RelayError
-from serve_app.model_store.archive import unpack
 from serve_app.model_store.atomic_dir import temporary_dir
+from serve_app.model_store.cache import unpack
 from serve_app.net import private_files
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.runtime.secret_env import hide_secrets

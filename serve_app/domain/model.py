@@ -16,6 +16,7 @@ from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.signature import Signature
 from serve_app.domain.workflow_graph import WorkflowGraph
+from serve_app.errors import BadRequest
 
 # Fields that change without a reload.
 _NO_REVISION = ("memory", "min_workers", "max_workers", "autoscaling", "signed_by", "isolated", "pin_loaded")
@@ -27,6 +28,17 @@ Phase = Literal["stopped", "idle", "loading", "ready", "failed"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of a model, which is part of a route
 VERSION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # semantic versions have build metadata: 1.0+cu118
 AUTHORS_KEYS = "torchrelay"  # of a configuration: values of the author's own under keys that are ours
+
+
+def check_word(word: str, such: str) -> None:
+    """Raise BadRequest for a word that cannot be part of a route; ``such`` starts the explanation."""
+    check_name(NAME, word, f"{such} letters, digits and any of _ . -")
+
+
+def check_name(valid: re.Pattern[str], name: str, explanation: str) -> None:
+    """Raise BadRequest for a name that is not ``valid``, one of the patterns above."""
+    if not valid.fullmatch(name):
+        raise BadRequest(f"{name!r} cannot be part of a route: {explanation} and begin with none of . and -")
 
 
 @dataclass(frozen=True, slots=True)

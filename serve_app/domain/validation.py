@@ -86,14 +86,9 @@ def parse_yaml(text: str | bytes) -> dict[Any, Any]:
     A text of the permitted size takes seconds: call this from a thread.
     """
     try:
-        raw = yaml_document.load(text)
+        return yaml_document.load_mapping(text)
     except yaml_document.YamlError as error:
         raise DocumentError(str(error)) from None
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        raise DocumentError(f"line 1: holds a {type(raw).__name__} and must be a mapping of keys to values")
-    return raw
 
 
 def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

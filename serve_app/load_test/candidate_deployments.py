@@ -22,8 +22,8 @@ import yaml
 
 from serve_app.client import Client, NotFoundError, ServerError, TransportError
 from serve_app.load_test.candidate import Candidate
-from serve_app.model_store.archive import pack
-from serve_app.model_store.manifest import CONFIG, MANIFEST
+from serve_app.model_store.archive import CONFIG, MANIFEST
+from serve_app.model_store.cache import pack
 from serve_app.settings import ModelStoreSettings
 
 _FOLDER = ".tune"

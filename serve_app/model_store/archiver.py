@@ -20,9 +20,8 @@ from typing import Any, Literal
 from handlers import HANDLERS
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError
+from serve_app.model_store.archive import MANIFEST, ModelConfig, find_syntax_error
 from serve_app.model_store.atomic_dir import sync
-from serve_app.model_store.manifest import MANIFEST, find_syntax_error
-from serve_app.model_store.model_config import ModelConfig
 
 Format = Literal["default", "zip-store", "tgz", "no-archive"]
 Runtime = Literal["python", "python3", "LSP"]

@@ -17,9 +17,8 @@ from handlers.errors import HandlerLoadError
 from handlers.loading.class_inspection import ClassDescription, inspect_file
 from serve_app.domain import validation
 from serve_app.errors import ConfigurationError
-from serve_app.model_store import class_options
+from serve_app.model_store.archive import CONFIG, convert_options, find_syntax_error, parse_options
 from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError
-from serve_app.model_store.manifest import CONFIG, find_syntax_error
 
 _REQUIREMENTS = "requirements.txt"
 _SAMPLES = "samples"
@@ -139,9 +138,9 @@ def _copy(source: Path, target: Path) -> None:
 def _merge(source: Path, description: ClassDescription, is_named: bool) -> dict[str, Any]:
     """Return the decorator's options with the keys of the file ``source`` over them."""
     try:
-        config = class_options.to_config(description.options, description.place)
+        config = convert_options(description.options, description.place)
         if source.is_file():
-            class_options.parse(own := validation.parse_yaml(source.read_bytes()), str(source))
+            parse_options(own := validation.parse_yaml(source.read_bytes()), str(source))
             config |= own
         elif is_named:
             raise ArchiverError(f"--config-file {source} does not exist; correct its name")

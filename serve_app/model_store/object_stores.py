@@ -15,9 +15,8 @@ from urllib.parse import unquote, urlsplit
 from handlers import tasks
 from serve_app.domain.urls import redact_url
 from serve_app.errors import DownloadFailed
-from serve_app.model_store.archive import too_deep
 from serve_app.model_store.atomic_dir import remove_tree
-from serve_app.model_store.download_progress import IDLE_TIMEOUT, DownloadProgress, OnProgress
+from serve_app.model_store.download import IDLE_TIMEOUT, DownloadProgress, OnProgress, too_deep
 from serve_app.settings import MIB, ModelStoreSettings
 
 EXTRAS = {"s3": "s3", "gs": "gcs", "hf": "hf"}  # scheme -> the extra with its file system

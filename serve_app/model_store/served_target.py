@@ -14,9 +14,9 @@ from handlers.errors import HandlerLoadError
 from handlers.loading import pickle_scan
 from handlers.loading.class_inspection import ClassDescription
 from serve_app.domain.validation import did_you_mean
+from serve_app.model_store.archive import MANIFEST, archive_stem, is_model_folder
 from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError, make
 from serve_app.model_store.class_archive import ClassFile, class_recipe
-from serve_app.model_store.manifest import MANIFEST, archive_stem, is_model_folder
 
 _ARCHIVES = (".mar", ".zip", ".tar.gz", ".tgz")
 _WEIGHTS = {".onnx": "onnx", ".pt": "base_handler", ".pt2": "base_handler", ".safetensors": "base_handler"}

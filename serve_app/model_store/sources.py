@@ -14,8 +14,7 @@ from urllib.parse import unquote, urlsplit
 from serve_app.domain.urls import redact_url
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store import object_stores
-from serve_app.model_store.download_progress import OnProgress
-from serve_app.model_store.http_source import download
+from serve_app.model_store.download import OnProgress, download
 from serve_app.net.egress import PublicTransport
 from serve_app.settings import ModelStoreSettings
 

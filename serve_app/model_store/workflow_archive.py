@@ -17,7 +17,7 @@ from typing import Any
 from serve_app.domain import validation, workflow_graph
 from serve_app.domain.workflow_graph import WorkflowGraph, WorkflowStep
 from serve_app.errors import InvalidArchive, InvalidGraph, InvalidWorkflow
-from serve_app.model_store.manifest import find_inside, find_syntax_error, read_document
+from serve_app.model_store.archive import find_inside, find_syntax_error, read_document
 
 MANIFEST = "WAR-INF/MANIFEST.json"
 _REBUILD = "rebuild the archive with torchrelay workflow archive"

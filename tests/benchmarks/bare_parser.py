@@ -25,7 +25,7 @@ import uvloop
 import handlers
 from handlers.context import Context, Row
 from handlers.torchserve_compat import names
-from serve_app.model_store import archive
+from serve_app.model_store.cache import unpack
 from serve_app.settings import ModelStoreSettings
 
 BATCH = 16
@@ -37,7 +37,7 @@ class BareModel:
     """A handler in a thread of its own, which starts a batch as soon as it is idle."""
 
     def __init__(self, file: Path, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
-        directory = archive.unpack(file, folder / file.stem, ModelStoreSettings())
+        directory = unpack(file, folder / file.stem, ModelStoreSettings())
         manifest = json.loads((directory / "MAR-INF" / "MANIFEST.json").read_text())
         self.context = Context(file.stem, str(directory), manifest, batch_size=BATCH)
         names.install()

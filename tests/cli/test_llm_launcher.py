@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from serve_app.cli.app import app
 from serve_app.cli.commands.llm_launcher import LauncherOptions, build_config, write_archive
-from serve_app.model_store.archive import unpack
-from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.archive import Archive
+from serve_app.model_store.cache import unpack
 from serve_app.model_store.model_check import check_model
 from serve_app.settings import ModelStoreSettings
 from tests.support.ports import free_port
@@ -48,9 +48,13 @@ def test_the_archive_serves_a_folder_with_the_given_flags(folder: Path, tmp_path
     assert archive == tmp_path / "store" / "llama.launcher.mar"
     write_archive(options, gpus=0)
     unpack(archive, tmp_path / "unpacked", ModelStoreSettings())
-    manifest = Manifest.read(tmp_path / "unpacked", archive.name)
-    config = check_model(tmp_path / "unpacked", manifest)
-    assert (manifest.handler, config.min_workers, config.startup_timeout) == ("vllm_handler", 1, 1200)
+    unpacked = Archive.read(tmp_path / "unpacked", archive.name)
+    handler, config = unpacked.manifest.handler, check_model(unpacked)
+    assert (handler, config.min_workers, config.startup_timeout) == (
+        "vllm_handler",
+        1,
+        1200,
+    )
     assert config.raw["handler"]["model_path"] == str(folder)
     sizes = {"page_size": 256, "num_blocks": 8}
     assert config.raw["engine"] == {"name": "transformers", "dtype": "bfloat16", **sizes}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.control.archive_ingestion import build_spec
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import (
     DesiredState,
@@ -17,12 +18,10 @@ from serve_app.control.registry import (
 )
 from serve_app.control.registry_changes import register, scale
 from serve_app.control.replica_health import HealthTracker, ObservedApp
-from serve_app.control.spec_builder import build_spec
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, Registration, ReplicaInfo
 from serve_app.errors import BadRequest, ConfigurationError, StartFailed
-from serve_app.model_store.manifest import Manifest
-from serve_app.model_store.model_config import ModelConfig
+from serve_app.model_store.archive import Archive, Manifest, ModelConfig
 from serve_app.settings import load
 
 LATENCY = Autoscaling("latency", target_p95_ms=80.0)
@@ -33,12 +32,10 @@ def made(config: str = "", settings: dict[str, Any] | None = None, at_startup: b
     """Build the spec of ``m`` 1.0 from its model-config.yaml."""
     return build_spec(
         Registration("m.mar"),
-        Manifest("m.mar", "m", handler="h"),
+        Archive("m.mar", Path(), Manifest("m", handler="h"), digest="d" * 64, uri="file:///cache/m"),
         ModelConfig.parse(config),
-        digest="d" * 64,
-        archive="file:///cache/m",
-        settings=load(settings or {}),
-        at_startup=at_startup,
+        load(settings or {}),
+        at_startup,
     )
 
 

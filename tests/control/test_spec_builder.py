@@ -1,17 +1,17 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
-from serve_app.control.spec_builder import build_spec
+from serve_app.control.archive_ingestion import build_spec
 from serve_app.domain.model import ModelRef, ModelSpec, Registration
 from serve_app.errors import (
     BadRequest,
     ConfigurationError,
 )
-from serve_app.model_store.manifest import Manifest
-from serve_app.model_store.model_config import ModelConfig
+from serve_app.model_store.archive import Archive, Manifest, ModelConfig
 from serve_app.settings import load
 
 
@@ -25,12 +25,16 @@ def made(
     """Build the spec of an archive with this model-config.yaml, under these settings."""
     return build_spec(
         Registration("m.mar", **requested),
-        Manifest("m.mar", **{"model_name": "m", "handler": "handler.py", **(manifest or {})}),
+        Archive(
+            "m.mar",
+            Path(),
+            Manifest(**{"model_name": "m", "handler": "handler.py", **(manifest or {})}),
+            digest="d" * 64,
+            uri="file:///cache/m",
+        ),
         ModelConfig.parse(config),
-        digest="d" * 64,
-        archive="file:///cache/m",
-        settings=load(settings),
-        at_startup=at_startup,
+        load(settings),
+        at_startup,
     )
 
 

@@ -7,12 +7,13 @@ import dataclasses
 import math
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
 from serve_app.control.api import ControlPlane
-from serve_app.control.spec_builder import build_spec, build_workflow_spec
+from serve_app.control.archive_ingestion import build_spec, build_workflow_spec
 from serve_app.domain import limits, workflow_graph
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.limits import Limits
@@ -20,24 +21,17 @@ from serve_app.domain.model import ModelSpec, Registration
 from serve_app.domain.rollout import Guardrails, RolloutPlan
 from serve_app.domain.traffic_policy import ShadowPolicy, TrafficPolicy
 from serve_app.errors import BadRequest, ConfigurationError, LimitExceeded
-from serve_app.model_store.manifest import Manifest
-from serve_app.model_store.model_config import ModelConfig
+from serve_app.model_store.archive import Archive, Manifest, ModelConfig
 from serve_app.model_store.workflow_archive import WorkflowModel
 from serve_app.settings import Settings, VersionSettings, load
 
-ARCHIVE = Manifest("m.mar", model_name="m", handler="handler.py", config_file="model-config.yaml")
+MANIFEST = Manifest("m", handler="handler.py", config_file="model-config.yaml")
+ARCHIVE = Archive("m.mar", Path(), MANIFEST, digest="d" * 64, uri="file:///cache/m")
 
 
 def build(config: str = "", settings: dict | None = None, **requested: Any) -> ModelSpec:
-    return build_spec(
-        Registration("m.mar", **requested),
-        ARCHIVE,
-        ModelConfig.parse(config),
-        digest="d" * 64,
-        archive="file:///cache/m",
-        settings=load(settings),
-        at_startup=False,
-    )
+    registration = Registration("m.mar", **requested)
+    return build_spec(registration, ARCHIVE, ModelConfig.parse(config), load(settings), at_startup=False)
 
 
 @pytest.mark.parametrize(

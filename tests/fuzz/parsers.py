@@ -35,9 +35,9 @@ from serve_app.domain import (
 from serve_app.domain.pool_settings import PoolSettings
 from serve_app.domain.validation import DocumentError
 from serve_app.errors import InvalidArchive
-from serve_app.model_store import archive, workflow_archive
-from serve_app.model_store.manifest import Manifest
-from serve_app.model_store.model_config import ModelConfig
+from serve_app.model_store import workflow_archive
+from serve_app.model_store.archive import Archive, ModelConfig
+from serve_app.model_store.cache import unpack
 from serve_app.protocols.openai import embeddings, ranking
 from serve_app.protocols.openinference import binary_codec, conversion, generate
 from serve_app.protocols.torchserve import form_data
@@ -321,7 +321,7 @@ def archives(data: bytes) -> None:
         file, into = parent / "m.mar", parent / "unpacked"
         file.write_bytes(packed)
         try:
-            directory = archive.unpack(file, into, _LIMITS)
+            directory = unpack(file, into, _LIMITS)
         except InvalidArchive:
             assert not into.exists(), "the directory of a refused archive remains"
             return
@@ -331,7 +331,7 @@ def archives(data: bytes) -> None:
         for path in into.rglob("*"):
             assert path.resolve().is_relative_to(into.resolve()), f"{path} leaves the directory"
         with contextlib.suppress(REFUSALS):
-            ModelConfig.read(directory, Manifest.read(directory, "m.mar"))
+            _ = Archive.read(directory, "m.mar").config
         with contextlib.suppress(REFUSALS):
             workflow_archive.read(directory, "m.war")
     finally:

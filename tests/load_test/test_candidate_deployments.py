@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serve_app.load_test.candidate import Candidate
 from serve_app.load_test.candidate_deployments import read_config, write_archive
-from serve_app.model_store.archive import unpack
+from serve_app.model_store.cache import unpack
 from serve_app.settings import ModelStoreSettings
 from tests.support.archives import ECHO, make_archive
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.errors import InvalidArchive
-from serve_app.model_store.archive import RATIO_FLOOR, pack, unpack
+from serve_app.model_store.cache import RATIO_FLOOR, pack, unpack
 from serve_app.settings import MIB, ModelStoreSettings
 
 SETTINGS = ModelStoreSettings()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.model_store.archive import unpack
+from serve_app.model_store.archive import MANIFEST, Archive
 from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError, make, write_zip
-from serve_app.model_store.manifest import MANIFEST, Manifest
+from serve_app.model_store.cache import unpack
 from serve_app.model_store.model_check import check_model
 from serve_app.settings import ModelStoreSettings
 from tests.support.disk_calls import DiskCalls
@@ -123,9 +123,9 @@ def test_a_function_of_a_file_is_a_handler_and_the_store_takes_it(
 ) -> None:
     made = make(recipe(tmp_path / "out", handler="code/handler.py:handle", archive_format=format_, **FULL))
     directory = unpack(made.path, tmp_path / "model", ModelStoreSettings())
-    manifest = Manifest.read(directory, made.path.name)
-    assert manifest.handler == "handler.py:handle"
-    assert check_model(directory, manifest).batch_size == 4
+    archive = Archive.read(directory, made.path.name)
+    assert archive.manifest.handler == "handler.py:handle"
+    assert check_model(archive).batch_size == 4
 
 
 def test_an_archive_is_written_over_only_by_force(author: Path, tmp_path: Path) -> None:

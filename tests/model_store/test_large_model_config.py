@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from serve_app.errors import ConfigurationError, InvalidArchive
-from serve_app.model_store.manifest import MANIFEST, Manifest
+from serve_app.model_store.archive import MANIFEST, Archive, ModelConfig
 from serve_app.model_store.model_check import check_model
-from serve_app.model_store.model_config import ModelConfig
 from tests.support.requirements import needs_no_package
 
 pytestmark = needs_no_package("vllm")
@@ -35,7 +34,7 @@ def check(tmp_path: Path) -> Check:
         for name, text in contents.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
-        return check_model(tmp_path, Manifest.read(tmp_path, "m.mar"))
+        return check_model(Archive.read(tmp_path, "m.mar"))
 
     return check_archive
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from serve_app.errors import ConfigurationError, InvalidArchive
-from serve_app.model_store.archive import unpack
-from serve_app.model_store.manifest import Manifest, archive_stem, handler_file
+from serve_app.model_store.archive import Archive, Manifest, ModelConfig, archive_stem
+from serve_app.model_store.cache import unpack
 from serve_app.model_store.model_check import check_model
-from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import ModelStoreSettings
 
 HANDLER = "def handle(data, context):\n    return data\n"
@@ -37,8 +36,12 @@ def write(tmp_path):
     return write
 
 
-def read(directory: Path, default_handler: str = "") -> Manifest:
-    return Manifest.read(directory, "echo.mar", default_handler)
+def read(directory: Path, default_handler: str = "") -> Archive:
+    return Archive.read(directory, "echo.mar", default_handler)
+
+
+def renamed(archive: Archive, **changes: str) -> Archive:
+    return dataclasses.replace(archive, manifest=dataclasses.replace(archive.manifest, **changes))
 
 
 def test_a_manifest_is_read_whole(write):
@@ -48,8 +51,8 @@ def test_a_manifest_is_read_whole(write):
         "extensions": "a.txt,b.txt",
     }  # fmt: skip
     raw = {"runtime": "python3", "model": model, "archiverVersion": "0.12.0"}
-    assert read(write(**raw)) == Manifest(
-        archive="echo.mar", model_name="echo", version="1.0", handler="handler.py", runtime="python3",
+    assert read(write(**raw)).manifest == Manifest(
+        model_name="echo", version="1.0", handler="handler.py", runtime="python3",
         serialized_file="m.pt", model_file="model.py", requirements_file="r.txt", config_file="c.yaml",
         extensions=("a.txt", "b.txt"), raw=raw,
     )  # fmt: skip
@@ -57,21 +60,21 @@ def test_a_manifest_is_read_whole(write):
 
 def test_an_older_manifest_is_read(write):
     old = {"modelServerVersion": "1.0", "implementationVersion": "1.0", "specificationVersion": "1.0"}
-    manifest = read(write({"modelName": "old", "handler": "service:handle"}, **old))
+    manifest = read(write({"modelName": "old", "handler": "service:handle"}, **old)).manifest
     assert (manifest.model_name, manifest.version, manifest.handler) == ("old", "1.0", "service:handle")
 
 
 def test_a_number_for_a_version_is_its_text(write):
-    assert read(write(MODEL | {"modelVersion": 2.1})).version == "2.1"
+    assert read(write(MODEL | {"modelVersion": 2.1})).manifest.version == "2.1"
 
 
 def test_without_a_manifest_the_archive_names_the_model(write):
     directory = write(None)
-    assert Manifest.read(directory, "digits.tar.gz", "image_classifier") == Manifest(
-        archive="digits.tar.gz", model_name="digits", version="1.0", handler="image_classifier"
+    assert Archive.read(directory, "digits.tar.gz", "image_classifier").manifest == Manifest(
+        model_name="digits", version="1.0", handler="image_classifier"
     )
     write(None, {"model-config.yaml": "batchSize: 4"})
-    assert ModelConfig.read(directory, read(directory)).batch_size == 4
+    assert read(directory).config.batch_size == 4
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_a_manifest_that_is_none_is_refused(write, text):
 
 def refused(directory: Path, *words: str, **changes) -> None:
     with pytest.raises(InvalidArchive) as error:
-        check_model(directory, dataclasses.replace(read(directory), **changes))
+        check_model(renamed(read(directory), **changes))
     assert str(error.value).startswith("echo.mar: ")
     for word in words:
         assert word in str(error.value)
@@ -110,7 +113,7 @@ def test_a_good_model_passes(write):
         "sub/two.json": "2",
     }
     directory = write(model, files)
-    assert check_model(directory, read(directory)).samples == ("one.json", "sub/two.json")
+    assert check_model(read(directory)).samples == ("one.json", "sub/two.json")
 
 
 @pytest.mark.parametrize("key", ["serializedFile", "modelFile", "requirementsFile", "configFile"])
@@ -134,20 +137,20 @@ def test_a_sample_must_be_there(write):
 )
 def test_a_handler_file_however_it_is_named(write, handler):
     directory = write(MODEL | {"handler": handler})
-    assert handler_file(directory, handler) == directory / "handler.py"
-    check_model(directory, read(directory))
+    assert read(directory).handler_file == directory / "handler.py"
+    check_model(read(directory))
 
 
 def test_a_handler_file_in_a_folder(write):
     directory = write(MODEL | {"handler": "lib/handler.py"}, {"lib/handler.py": "def handle(:"})
-    assert handler_file(directory, "lib/handler.py") == directory / "lib/handler.py"
+    assert read(directory).handler_file == directory / "lib/handler.py"
     refused(directory, "line 1")
 
 
 def test_a_built_in_handler(write):
     directory = write(MODEL | {"handler": "image_classifier"})
-    assert handler_file(directory, "image_classifier") is None
-    check_model(directory, read(directory))
+    assert read(directory).handler_file is None
+    check_model(read(directory))
     refused(directory, "'image_clasifier'", "did you mean 'image_classifier'", handler="image_clasifier")
     refused(directory, "'xyz.py'", "base_handler", handler="xyz.py")
     refused(directory, "names no handler", "default_service_handler", handler="")
@@ -162,24 +165,23 @@ FOLDER = {
 
 def test_a_model_folder_is_a_model(write):
     directory = write(None, FOLDER)
-    manifest = Manifest.read(directory, "entities", "base_handler")
+    archive = Archive.read(directory, "entities", "base_handler")
+    manifest = archive.manifest
     assert (manifest.model_name, manifest.version, manifest.handler) == ("entities", "1.0", "huggingface")
-    config = check_model(directory, manifest)
+    config = check_model(archive)
     assert (config.task, config.raw) == ("token-classification", {"task": "token-classification"})
-    assert check_model(directory, manifest, "feature-extraction").task == "feature-extraction", (
-        "the caller goes first"
-    )
+    assert check_model(archive, "feature-extraction").task == "feature-extraction", "the caller goes first"
     (directory / "model-config.yaml").write_text("batchSize: 8\ntask: feature-extraction\n")
-    manifest = Manifest.read(directory, "entities")
-    config = check_model(directory, manifest)
+    archive = Archive.read(directory, "entities")
+    config = check_model(archive)
     assert (config.batch_size, config.task, config.raw["batchSize"]) == (8, "feature-extraction", 8)
-    assert check_model(directory, manifest, "ner").task == "token-classification", "and before the file"
+    assert check_model(archive, "ner").task == "token-classification", "and before the file"
 
 
 def test_a_manifest_in_a_model_folder_says_its_version(write):
     directory = write({"modelName": "entities", "modelVersion": "2.0", "handler": "huggingface"}, FOLDER)
-    manifest = read(directory)
-    assert (manifest.version, check_model(directory, manifest).task) == ("2.0", "token-classification")
+    archive = read(directory)
+    assert (archive.manifest.version, check_model(archive).task) == ("2.0", "token-classification")
 
 
 @pytest.mark.parametrize(
@@ -204,23 +206,23 @@ def test_a_manifest_in_a_model_folder_says_its_version(write):
 def test_a_folder_that_is_no_model_is_refused(write, changes, task, words):
     directory = write(None, {name: text for name, text in {**FOLDER, **changes}.items() if text is not None})
     with pytest.raises(InvalidArchive) as error:
-        check_model(directory, Manifest.read(directory, "entities"), task)
+        check_model(Archive.read(directory, "entities"), task)
     assert str(error.value).startswith("entities: ") and words in str(error.value)
 
 
 def test_pickles_in_a_folder_that_is_trusted(write):
     files = {**FOLDER, "pytorch_model.bin": "", "model-config.yaml": "trusted: true\n"}
     directory = write(None, {name: text for name, text in files.items() if name != "model.safetensors"})
-    manifest = Manifest.read(directory, "entities")
-    config = check_model(directory, manifest, trusted=True)
+    archive = Archive.read(directory, "entities")
+    config = check_model(archive, trusted=True)
     assert config.task == "token-classification" and config.raw["trusted"] is True
     with pytest.raises(InvalidArchive, match=r"its weights are pickles.*trusted=true"):
-        check_model(directory, manifest)
+        check_model(archive)
 
 
 def test_trust_of_a_models_own_file_does_not_count(write, caplog):
     directory = write(None, {**FOLDER, "model-config.yaml": "trusted: true\n"})
-    config = check_model(directory, Manifest.read(directory, "entities"))
+    config = check_model(Archive.read(directory, "entities"))
     assert config.trusted is None and "trusted" not in config.raw
     assert "trusted is ignored" in caplog.text
 
@@ -230,24 +232,24 @@ def test_a_folders_file_does_not_replace_a_built_in_handler(write, handler):
     """A folder without a manifest runs no code of its own, so the file need not even compile."""
     module = handler.partition(":")[0].removesuffix(".py")
     directory = write(None, {**FOLDER, f"{module}.py": "def ("})
-    manifest = dataclasses.replace(Manifest.read(directory, "entities"), handler=handler)
-    check_model(directory, manifest)
+    archive = renamed(Archive.read(directory, "entities"), handler=handler)
+    check_model(archive)
     with pytest.raises(InvalidArchive, match=f"{module}.py, line 1"):
-        check_model(directory, manifest, trusted=True)
+        check_model(archive, trusted=True)
 
 
 def test_a_folders_own_handler_needs_trust(write):
     directory = write(None, {**FOLDER, "own.py": HANDLER, "package/__init__.py": ""})
-    manifest = Manifest.read(directory, "entities")
+    archive = Archive.read(directory, "entities")
     for handler in ("own.py", "own:handle"):
-        named = dataclasses.replace(manifest, handler=handler)
+        named = renamed(archive, handler=handler)
         with pytest.raises(
             InvalidArchive, match=r"own.py is code of a model without a manifest.*trusted=true"
         ):
-            check_model(directory, named)
-        check_model(directory, named, trusted=True)
+            check_model(named)
+        check_model(named, trusted=True)
     with pytest.raises(InvalidArchive, match="neither a file of the archive nor built in"):
-        check_model(directory, dataclasses.replace(manifest, handler="package.serving:Handler"))
+        check_model(renamed(archive, handler="package.serving:Handler"))
 
 
 def weights(directory, held="GLOBAL", name="model.pt"):
@@ -266,7 +268,7 @@ def test_a_pickle_that_is_not_trusted_is_refused_before_anything_starts(write):
         directory, "model.pt: it holds more than tensors", "model.Net", "register the model with trusted=true"
     )
     weights(directory, "torch._utils\n_rebuild_tensor_v2")
-    check_model(directory, read(directory))
+    check_model(read(directory))
 
 
 def test_a_pickle_is_left_to_who_trusts_or_loads_it(write):
@@ -278,7 +280,7 @@ def test_a_pickle_is_left_to_who_trusts_or_loads_it(write):
     ):
         directory = write(model, {**files, **more})
         weights(directory, "model\nNet")
-        check_model(directory, read(directory), trusted=trusted)
+        check_model(read(directory), trusted=trusted)
 
 
 def test_weights_that_a_built_in_handler_never_loads(write):
@@ -292,15 +294,15 @@ def test_weights_that_a_built_in_handler_never_loads(write):
 
 def test_a_registrations_task_reaches_a_handler_of_the_archives_own(write):
     directory = write()
-    assert check_model(directory, read(directory), "translation").raw == {"task": "translation"}
+    assert check_model(read(directory), "translation").raw == {"task": "translation"}
 
 
 def test_a_module_is_left_to_the_models_own_process(write):
     directory = write(
         MODEL | {"handler": "lib.serving:Handler"}, {"lib/serving/__init__.py": "raise Exception"}
     )
-    check_model(directory, read(directory))
-    check_model(directory, dataclasses.replace(read(directory), handler="json.decoder:JSONDecoder"))
+    check_model(read(directory))
+    check_model(renamed(read(directory), handler="json.decoder:JSONDecoder"))
     refused(directory, "'nowhere.serving:Handler'", handler="nowhere.serving:Handler")
 
 
@@ -322,7 +324,7 @@ def test_a_model_file_that_does_not_compile(write):
 
 def test_a_warning_about_an_authors_code_is_none_of_ours(write):
     directory = write(files={"handler.py": HANDLER + "x = '\\d' is 3\n"})
-    check_model(directory, read(directory))
+    check_model(read(directory))
 
 
 @pytest.mark.parametrize("name", ["a/b", "a b", "é", "", ".", "..", "-a", ".hidden", "a\n", "a?b", "a%2fb"])
@@ -361,10 +363,11 @@ def test_what_the_real_archiver_makes(tmp_path, form, file):
     )  # fmt: skip
     made = tmp_path / "out" / file
     directory = made if made.is_dir() else unpack(made, tmp_path / "into", ModelStoreSettings())
-    manifest = Manifest.read(directory, file)
+    archive = Archive.read(directory, file)
+    manifest = archive.manifest
     assert (manifest.model_name, manifest.version, manifest.handler) == ("echo", "2.0", "service.py")
     assert (manifest.serialized_file, manifest.model_file) == ("w.pt", "net.py")
-    assert check_model(directory, manifest).batch_size == 2
+    assert check_model(archive).batch_size == 2
     assert sorted(p.name for p in directory.iterdir()) == sorted([*inputs, "MAR-INF"])
 
 
@@ -394,7 +397,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused(write, handler, result, words)
     model = MODEL | {"handler": handler, "configFile": "c.yaml"}
     folder = write(model, LLAMA | {"c.yaml": result})
     with pytest.raises(ConfigurationError, match=words):
-        check_model(folder, read(folder))
+        check_model(read(folder))
 
 
 def test_a_cut_of_torchserves(write):
@@ -406,7 +409,7 @@ def test_a_cut_of_torchserves(write):
         folder = write(
             MODEL | {"handler": handler, "configFile": "c.yaml"}, LLAMA | {"c.yaml": result} | files
         )
-        config = check_model(folder, read(folder))
+        config = check_model(read(folder))
         return config.tensor_parallel, config.pipeline_parallel, config.unserved
 
     assert read_with("parallelType: tp\nparallelLevel: 2") == (2, None, [])

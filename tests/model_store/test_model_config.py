@@ -10,9 +10,8 @@ import yaml
 from serve_app.domain import limits
 from serve_app.domain.model import ModelSpec
 from serve_app.errors import ConfigurationError, LimitExceeded
-from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.archive import Archive, ModelConfig
 from serve_app.model_store.model_check import check_model
-from serve_app.model_store.model_config import ModelConfig
 from serve_app.settings import Settings
 from tests.support.archives import ECHO, make_archive
 
@@ -125,7 +124,7 @@ def test_no_file_decides_about_its_own_trust(text, tmp_path):
     archive = make_archive(tmp_path, "m", ECHO, config=yaml.safe_load(text))
     with zipfile.ZipFile(archive) as file:
         file.extractall(tmp_path / "m")
-    config = check_model(tmp_path / "m", Manifest.read(tmp_path / "m", "m.mar"))
+    config = check_model(Archive.read(tmp_path / "m", "m.mar"))
     assert config.trusted is None
     assert "trusted" not in ModelSpec("m", "1.0", "m.mar", "", "", config=config.raw).handler_config
 

@@ -149,11 +149,10 @@ def _open_model(
     model: str, work: Path, settings: Settings, store: Path | None, client: CliClient
 ) -> tuple[ModelSpec, Path, Path]:
     """Return the spec of a model, its unpacked directory and its packed archive. Raises RelayError."""
-    from serve_app.control.spec_builder import build_spec
+    from serve_app.control.archive_ingestion import build_spec
+    from serve_app.model_store.archive import Archive
     from serve_app.model_store.cache import ArchiveCache
-    from serve_app.model_store.manifest import Manifest
     from serve_app.model_store.model_check import check_model
-    from serve_app.model_store.model_config import ModelConfig
     from serve_app.model_store.sources import fetch, file_path
 
     served: list[dict[str, Any]] = []
@@ -163,27 +162,18 @@ def _open_model(
     else:
         path, served = find_archive(model, store or settings.model_store, client)
     cached = ArchiveCache(work / "cache", settings.store).store(path.resolve(), path.name)
-    manifest = Manifest.read(cached.directory, path.name, settings.store.default_service_handler)
-    # The model runs on its user's own machine, who trusts the archive's configuration.
-    trusted = ModelConfig.read(cached.directory, manifest).trusted is True
-    changes: dict[str, Any] = {}
+    archive = Archive.read(cached.directory, path.name, settings.store.default_service_handler)
+    archive = dataclasses.replace(archive, digest=cached.digest, uri=cached.uri, size=cached.size)
+    task = None
     if served:  # the registration may have overridden the archive
-        changes = {"model_name": served[0]["modelName"], "version": served[0]["modelVersion"]}
-    manifest = dataclasses.replace(manifest, **changes)
-    task = served[0].get("task") if served else None
-    checked = check_model(cached.directory, manifest, task, trusted)
-    archive = file_path(cached.uri)
-    assert archive is not None
-    spec = build_spec(
-        Registration(archive.name),
-        manifest,
-        checked,
-        digest=cached.digest,
-        archive=cached.uri,
-        settings=settings,
-        at_startup=False,
-    )
-    return spec, cached.directory, archive
+        archive = archive.with_names(model_name=served[0]["modelName"], version=served[0]["modelVersion"])
+        task = served[0].get("task")
+    # The model runs on its user's own machine, who trusts the archive's configuration.
+    config = check_model(archive, task, archive.config.trusted is True)
+    packed = file_path(cached.uri)
+    assert packed is not None
+    spec = build_spec(Registration(packed.name), archive, config, settings, at_startup=False)
+    return spec, cached.directory, packed
 
 
 def _adapt(spec: ModelSpec, batch_size: int | None, num_gpus: float | None, rows: int) -> ModelSpec:

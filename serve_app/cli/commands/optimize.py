@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,13 +24,11 @@ from serve_app.cli.variant_search import (
     next_version,
     parse_tolerance,
     parse_variants,
+    read_archive,
     run_variant_search,
 )
 from serve_app.errors import RelayError
-from serve_app.model_store.archive import pack, unpack
-from serve_app.model_store.manifest import HUGGING_FACE, Manifest
-from serve_app.model_store.model_check import check_model
-from serve_app.model_store.model_config import ModelConfig
+from serve_app.model_store.cache import pack
 from serve_app.settings import ModelStoreSettings
 
 
@@ -92,24 +89,14 @@ def optimize(
         fail(f"There is no file {labels}.")
     if not output.is_dir():
         fail(f"{output} is not a folder; create it, or choose another one with --output.")
-    archive, served = find_archive(model, model_store, CliClient(management, token))
-    settings = ModelStoreSettings()
+    path, served = find_archive(model, model_store, CliClient(management, token))
     with tempfile.TemporaryDirectory(prefix="torchrelay-optimize-") as temporary:
         work = Path(temporary)
         try:
-            directory = archive.resolve() if archive.is_dir() else unpack(archive, work / "archive", settings)
-            manifest = Manifest.read(directory, archive.name)
-            if served:  # the registration may have overridden the archive
-                manifest = replace(
-                    manifest, model_name=served[0]["modelName"], version=served[0]["modelVersion"]
-                )
-            # The model runs on its user's own machine, who trusts the archive's configuration.
-            trusted = ModelConfig.read(directory, manifest).trusted is True
-            config = check_model(directory, manifest, served[0].get("task") if served else None, trusted)
+            archive, config = read_archive(path, served, work)
         except RelayError as error:
             fail(str(error))
-        if served and manifest.handler == HUGGING_FACE and "task" not in served[0]:
-            fail(f"{model} was registered with its own handler. Pass its archive, {archive}, instead.")
+        manifest = archive.manifest
         new_version = version or next_version(
             manifest.version, {version["modelVersion"] for version in served}
         )
@@ -118,12 +105,12 @@ def optimize(
             fail(f"{target} exists already; choose another version with --version, or folder with --output.")
         (work / "variants").mkdir()
         job = {
-            "directory": str(directory),
+            "directory": str(archive.directory),
             "work": str(work / "variants"),
             "manifest": manifest_document(manifest, new_version),
             "config": dict(config.raw),
             "handler": manifest.handler,
-            "samples": find_samples(directory, config, sample or [], "--sample"),
+            "samples": find_samples(archive.directory, config, sample or [], "--sample"),
             "batch_size": batch_size or config.batch_size or 8,
             "metric": {"metric": metric, "max_drop": max_drop} if metric else {},
             "labels": str(labels.resolve()) if labels else None,
@@ -144,7 +131,7 @@ def optimize(
                 "Nothing within the tolerance is faster than the plain model: no archive is written."
             )
             return
-        pack(Path(results["directory"]), target, settings)
+        pack(Path(results["directory"]), target, ModelStoreSettings())
         trusts_graph = any(
             Path(results["directory"]).glob("*.pt2")
         )  # it was made here, of code that ran here

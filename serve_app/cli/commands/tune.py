@@ -46,6 +46,7 @@ from serve_app.cli.variant_search import (
     parse_tolerance,
     parse_variants,
     promising_variants,
+    read_archive,
     run_variant_search,
 )
 from serve_app.client import Client
@@ -65,11 +66,7 @@ from serve_app.load_test.trials import TrialStore
 from serve_app.load_test.tuner import TrafficMonitor, Tuner, check_traffic
 from serve_app.load_test.tuning_report import TuningResult, write_output
 from serve_app.load_test.tuning_search import SearchBudget, SearchOutcome
-from serve_app.model_store.archive import unpack
-from serve_app.model_store.manifest import HUGGING_FACE, Manifest, handler_module
-from serve_app.model_store.model_check import check_model
-from serve_app.model_store.model_config import ModelConfig
-from serve_app.settings import ModelStoreSettings
+from serve_app.model_store.archive import Archive, ModelConfig, handler_module
 
 NO_CONFIGURATION = 3  # the exit code where no configuration meets the limit
 _STATE, _VARIANTS, _CONFIG = "tune-state.json", "variants", "model-config.yaml"
@@ -193,7 +190,7 @@ class TuneOptions:
         """Return the values on which trials depend, by the names that messages have."""
         return {
             "model": model.digest,
-            "current configuration": {"name": model.manifest.model_name, **model.baseline.document()},
+            "current configuration": {"name": model.archive.manifest.model_name, **model.baseline.document()},
             "samples": hashlib.sha256(b"\0".join(samples.bodies)).hexdigest(),
             "server": self.inference,
             "p99": self.limit,
@@ -209,15 +206,14 @@ class TuneOptions:
 class TunedModel:
     """A model to tune: its unpacked archive, its configuration, and its versions on the server."""
 
-    directory: Path
-    manifest: Manifest
+    archive: Archive
     config: ModelConfig
     served: list[dict[str, Any]]
     digest: str
 
     @property
     def is_generation(self) -> bool:
-        return handler_module(self.manifest.handler) in _GENERATION_HANDLERS
+        return handler_module(self.archive.manifest.handler) in _GENERATION_HANDLERS
 
     @property
     def baseline(self) -> Candidate:
@@ -242,20 +238,9 @@ def _read_model(
     name: str, store: Path, client: CliClient, version: str | None, temporary: Path
 ) -> TunedModel:
     """Unpack and check an archive, or that of a served model. Raises RelayError; exits for unknown names."""
-    archive, served = find_archive(name, store, client, version)
-    directory = (
-        archive.resolve()
-        if archive.is_dir()
-        else unpack(archive, temporary / "archive", ModelStoreSettings())
-    )
-    manifest = Manifest.read(directory, archive.name)
-    if served:  # the registration may have overridden the archive
-        manifest = replace(manifest, model_name=served[0]["modelName"], version=served[0]["modelVersion"])
-    trusted = ModelConfig.read(directory, manifest).trusted is True
-    config = check_model(directory, manifest, served[0].get("task") if served else None, trusted)
-    if served and manifest.handler == HUGGING_FACE and "task" not in served[0]:
-        fail(f"{name} was registered with its own handler. Pass its archive, {archive}, instead.")
-    return TunedModel(directory, manifest, config, served, _digest(archive))
+    path, served = find_archive(name, store, client, version)
+    archive, config = read_archive(path, served, temporary)
+    return TunedModel(archive, config, served, _digest(path))
 
 
 def _digest(archive: Path) -> str:
@@ -274,10 +259,10 @@ def _tune(options: TuneOptions, temporary: Path) -> TuningResult:
     """Check everything without a side effect, then search and write the output."""
     describing = CliClient(options.management, options.token)
     model = _read_model(options.model, options.model_store, describing, options.version, temporary)
-    files = [Path(f) for f in find_samples(model.directory, model.config, options.data, "--data")]
+    files = [Path(f) for f in find_samples(model.archive.directory, model.config, options.data, "--data")]
     samples = SampleRequests.read(files)
     load = _create_load(options, model, samples)
-    name = model.manifest.model_name
+    name = model.archive.manifest.model_name
     folder = options.output or Path(f"tune-{name}")
     if folder.exists() and not folder.is_dir():
         fail(f"{folder} is a file; choose a folder with --output.")
@@ -330,7 +315,7 @@ def _monitor(client: Client, model: TunedModel, allow_traffic: bool) -> TrafficM
             style="yellow",
         )
         return None
-    return check_traffic(client, model.manifest.model_name)
+    return check_traffic(client, model.archive.manifest.model_name)
 
 
 def _open_store(folder: Path, key: Mapping[str, Any]) -> TrialStore:
@@ -355,17 +340,17 @@ def _make_variants(
     names = options.variants
     others = [name for name in names if name != PLAIN]
     if model.is_generation or not others:
-        return {PLAIN: model.directory}
+        return {PLAIN: model.archive.directory}
     work = folder.resolve() / _VARIANTS
     if store.variants is None or not work.is_dir():
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         job = {
-            "directory": str(model.directory),
+            "directory": str(model.archive.directory),
             "work": str(work),
-            "manifest": manifest_document(model.manifest, model.manifest.version),
+            "manifest": manifest_document(model.archive.manifest, model.archive.manifest.version),
             "config": dict(model.config.raw),
-            "handler": model.manifest.handler,
+            "handler": model.archive.manifest.handler,
             "samples": [str(file.resolve()) for file in files],
             "batch_size": max(8, model.baseline.batch_size),
             "tolerance": parse_tolerance(model.config, *options.tolerance),
@@ -380,7 +365,9 @@ def _make_variants(
             console.print(f"Only the plain model is tuned: {reason}", markup=False, soft_wrap=True)
             store.variants = {"variants": [], "failed": dict.fromkeys(others, reason)}
         store.save()
-    return {PLAIN: model.directory} | {name: work / name for name in promising_variants(store.variants)}
+    return {PLAIN: model.archive.directory} | {
+        name: work / name for name in promising_variants(store.variants)
+    }
 
 
 def _axes(is_generation: bool) -> tuple[str, ...]:
@@ -445,7 +432,7 @@ def _facts(options: TuneOptions, model: TunedModel, outcome: SearchOutcome) -> d
     kind = "time to first token" if model.is_generation else "latency"
     lag = max((s.lag for t in outcome.trials for s in t.steps), default=0.0)
     return {
-        "model": f"{model.manifest.model_name} {model.manifest.version}",
+        "model": f"{model.archive.manifest.model_name} {model.archive.manifest.version}",
         "digest": model.digest,
         "limit": f"p99 of the {kind} up to {options.limit * 1000:g} ms",
         "load": f"open loop, Poisson arrivals, {options.seconds:g} s or more for each rate; latencies count "
@@ -460,7 +447,7 @@ def _facts(options: TuneOptions, model: TunedModel, outcome: SearchOutcome) -> d
 
 def _write(result: TuningResult, model: TunedModel, directories: dict[str, Path], folder: Path) -> None:
     """Write the output and print where it is."""
-    chosen, manifest = result.outcome.chosen, model.manifest
+    chosen, manifest = result.outcome.chosen, model.archive.manifest
     write_output(result, folder)
     console.print(escape(result.summary), highlight=False, soft_wrap=True)
     console.print(f"  report         {folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.archive_ingestion import ArchiveIngestor, build_member_spec, build_workflow_spec
 from serve_app.control.cancellation import run_to_end
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.lifecycle_events import EventHistory, EventLog
 from serve_app.control.models import ModelService
 from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.registry import is_workflow, workflow_versions
-from serve_app.control.spec_builder import build_member_spec, build_workflow_spec
 from serve_app.control.state import StateStore
 from serve_app.control.workflows import registry_changes
 from serve_app.domain import validation

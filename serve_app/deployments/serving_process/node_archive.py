@@ -18,11 +18,9 @@ from serve_app.domain.model import ModelSpec
 from serve_app.domain.urls import redact_url
 from serve_app.errors import ArchiveNotFound, RelayError
 from serve_app.model_store import object_stores
-from serve_app.model_store.adapter_folder import find_adapter_folder
-from serve_app.model_store.archive import pack
+from serve_app.model_store.archive import Archive, find_adapter_folder
 from serve_app.model_store.atomic_dir import temporary_dir
-from serve_app.model_store.cache import ArchiveCache
-from serve_app.model_store.manifest import Manifest
+from serve_app.model_store.cache import ArchiveCache, pack
 from serve_app.model_store.signatures import SignatureVerifier, signature_names
 from serve_app.model_store.sources import fetch, split_digest
 from serve_app.runtime.package_envs import PackageEnvs
@@ -119,11 +117,10 @@ class NodeArchive:
         """
         spec, settings = self._spec, self._settings
         hide_secrets(settings)
-        manifest = Manifest.read(directory, Path(spec.archive).name, settings.store.default_service_handler)
+        archive = Archive.read(directory, Path(spec.archive).name, settings.store.default_service_handler)
+        manifest, profiles = dict(archive.manifest.raw), settings.log_dir / "profiles"
         gpu = 0 if ray.get_gpu_ids() else None
-        return create(
-            spec, directory, dict(manifest.raw), settings.runtime, gpu, metrics, settings.log_dir / "profiles"
-        )
+        return create(spec, directory, manifest, settings.runtime, gpu, metrics, profiles)
 
 
 def _reachable_by_nodes(address: str) -> bool:

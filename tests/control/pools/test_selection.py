@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from serve_app.control.spec_builder import build_spec
+from serve_app.control.archive_ingestion import build_spec
 from serve_app.domain.model import ModelSpec, Registration
 from serve_app.domain.pool_settings import PoolSettings
 from serve_app.errors import BadRequest, CannotBePooled, ConfigurationError
-from serve_app.model_store.manifest import Manifest
-from serve_app.model_store.model_config import ModelConfig
+from serve_app.model_store.archive import Archive, Manifest, ModelConfig
 from serve_app.settings import RuntimeSettings, Settings
 
-MANIFEST = Manifest("m.mar", "m", handler="h.py", requirements_file="r.txt")
+ARCHIVE = Archive("m.mar", Path(), Manifest("m", handler="h.py", requirements_file="r.txt"))
 
 
 POOLS = {"team": PoolSettings(allowed_models=("team-*",))}
@@ -27,15 +27,7 @@ def build(
 ) -> ModelSpec:
     settings = Settings(runtime=RuntimeSettings(pool=default), pools=POOLS)
     config = ModelConfig.parse(yaml.safe_dump(document))
-    return build_spec(
-        Registration("m.mar", **registration),
-        MANIFEST,
-        config,
-        digest="d",
-        archive="file:///m",
-        settings=settings,
-        at_startup=startup,
-    )
+    return build_spec(Registration("m.mar", **registration), ARCHIVE, config, settings, startup)
 
 
 def test_the_file_has_precedence_over_the_settings() -> None:
