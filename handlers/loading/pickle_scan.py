@@ -9,7 +9,7 @@ import pickletools
 import zipfile
 from pathlib import Path
 
-from handlers.loading.zip_directory import open_zip
+from handlers.untrusted_files import open_zip
 
 # Globals that pickles of tensors name, besides torch's own classes of tensors and storages.
 _TENSOR_GLOBALS = frozenset(

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from handlers import yaml_document
+from handlers import untrusted_files
 from handlers.errors import HandlerLoadError
 
 # task -> "module:Class", imported on first use.
@@ -192,7 +192,7 @@ def _pipeline_tag(directory: Path) -> str | None:
     """Return the pipeline_tag of the model card's front matter."""
     try:
         _, front, _ = (directory / "README.md").read_text("utf-8", "replace").split("---\n", 2)
-        tag = yaml_document.load(front).get("pipeline_tag")
+        tag = untrusted_files.load_yaml(front).get("pipeline_tag")
     except (OSError, ValueError, AttributeError):
         return None
     return _ALIASES.get(tag, tag) if isinstance(tag, str) else None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from handlers import yaml_document
+from handlers import untrusted_files
 
 WHOLE = 10_000  # basis points
 
@@ -70,7 +70,7 @@ def read_document(source: str) -> Any:
         return _parse_document(text)
     except OSError as error:
         raise typer.BadParameter(f"{source}: {error.strerror}") from None
-    except (yaml_document.YamlError, UnicodeDecodeError) as error:
+    except (untrusted_files.YamlError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{source} is neither JSON nor YAML: {error}") from None
 
 
@@ -78,4 +78,4 @@ def _parse_document(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return yaml_document.load(text)
+        return untrusted_files.load_yaml(text)

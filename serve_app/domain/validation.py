@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import pydantic
 
-from handlers import yaml_document
+from handlers import untrusted_files
 from serve_app.errors import BadRequest
 
 STRICT = pydantic.ConfigDict(extra="forbid")  # as ``__pydantic_config__`` of each dataclass that is read
@@ -86,8 +86,8 @@ def parse_yaml(text: str | bytes) -> dict[Any, Any]:
     A text of the permitted size takes seconds: call this from a thread.
     """
     try:
-        return yaml_document.load_mapping(text)
-    except yaml_document.YamlError as error:
+        return untrusted_files.load_yaml_mapping(text)
+    except untrusted_files.YamlError as error:
         raise DocumentError(str(error)) from None
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from handlers import yaml_document
+from handlers import untrusted_files
 from serve_app.domain import autoscaling, capture, signature
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
@@ -421,8 +421,8 @@ class ModelConfig:
         ``strict`` refuses wrong values of our keys everywhere: the text has no keys of an author's own.
         """
         try:
-            raw = yaml_document.load_mapping(text)
-        except yaml_document.YamlError as error:
+            raw = untrusted_files.load_yaml_mapping(text)
+        except untrusted_files.YamlError as error:
             raise ConfigurationError(where, str(error)) from None
         known = {f.metadata.get("key", f.name): f for f in fields(cls) if f.metadata}
         section = _parse_section(raw.pop(SECTION, None), known, where)

@@ -35,7 +35,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO
 from urllib.parse import unquote
 
-from handlers.loading.zip_directory import TooManyEntries, open_zip
+from handlers.untrusted_files import TooManyEntries, open_zip
 from serve_app.errors import ArchiveNotFound, InvalidArchive
 from serve_app.model_store.atomic_dir import (
     file_lock,

@@ -211,6 +211,58 @@ EXPECTED = [
         "RequestTimeoutException",
         "The deadline of this request passed before model m answered.",
     ),
+    (
+        errors.AdapterNotFound("m", "a", "b, c"),
+        404,
+        "ResourceNotFoundException",
+        "Model m has no adapter 'a'. Its adapters: b, c.",
+    ),
+    (
+        errors.AdapterExists("m", "1.0", "a"),
+        409,
+        "ConflictStatusException",
+        "Version 1.0 of model m has an adapter a already; remove it first.",
+    ),
+    (
+        errors.AdapterRejected("a", "no"),
+        400,
+        "BadRequestException",
+        "Adapter a cannot be loaded: no",
+    ),
+    (errors.KeyNotFound("k"), 404, "ResourceNotFoundException", "Key not found: k"),
+    (
+        errors.RateLimited("k", "requests_per_second", 5),
+        429,
+        "TooManyRequestsException",
+        "The key 'k' has reached its limit requests_per_second (5).",
+    ),
+    (
+        errors.KeyShareExceeded("k", "max_jobs", 5),
+        429,
+        "TooManyRequestsException",
+        "No more asynchronous predictions of the key 'k' are taken now: its share of "
+        "async_predictions.max_jobs (5) is reached. Fetch and DELETE what has ended.",
+    ),
+    (
+        errors.CannotBePooled("m", "1.0", "p", "no"),
+        400,
+        "BadRequestException",
+        "Version 1.0 of model m cannot be in the pool p: no. Take pool out of its model-config.yaml, and it "
+        "gets replicas of its own.",
+    ),
+    (
+        errors.PoolBusy("m", "p"),
+        503,
+        "ServiceUnavailableException",
+        "Model m cannot be loaded now: every version that the host of the pool p has loaded is pinned or in "
+        "use. Retry, or give the pool more memory or hosts.",
+    ),
+    (
+        errors.PoolTooSmall("m", "1.0", ""),
+        500,
+        "InternalServerException",
+        "Failed to start workers for model m version: 1.0",
+    ),
     (errors.ReplicaDied("why"), 500, "InternalServerException", "Worker died."),
     (errors.ResponseTimeout("why"), 500, "InternalServerException", "Worker died."),
     (

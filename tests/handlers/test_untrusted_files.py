@@ -1,12 +1,12 @@
-"""The YAML loader: what it reads as PyYAML does, and what it refuses."""
+"""The YAML loader of files from outside: what it reads as PyYAML does, and what it refuses."""
 
 from __future__ import annotations
 
 import pytest
 import yaml
 
-from handlers import yaml_document
-from handlers.yaml_document import YamlError
+from handlers import untrusted_files
+from handlers.untrusted_files import YamlError
 
 ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
 
@@ -34,7 +34,7 @@ ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" f
 )
 def test_a_text_that_costs_too_much_is_refused(text: str, problem: str) -> None:
     with pytest.raises(YamlError, match=problem):
-        yaml_document.load(text)
+        untrusted_files.load_yaml(text)
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_a_text_that_costs_too_much_is_refused(text: str, problem: str) -> None:
     ],
 )
 def test_other_texts_are_read_as_by_pyyaml(text: str) -> None:
-    assert yaml_document.load(text) == yaml.safe_load(text)
+    assert untrusted_files.load_yaml(text) == yaml.safe_load(text)

@@ -1,21 +1,33 @@
-"""The one YAML loader for documents from outside: archives, requests, model cards.
+"""Parsers of files from outside, with bounds: YAML documents, and the directories of zip files.
 
 PyYAML's safe loader constructs no objects, and still lets a short text cost much: merge keys copy what they
 merge, so that 470 bytes took 6.5 s; an integer in base 60 costs the square of its length, 132 s for 1 MB. The
 loader bounds both. libyaml's loader is no choice: nested lists overflow its stack and end the process.
+
+zipfile keeps an object of 600 bytes for each entry, which takes 46 bytes in the file; so entries are counted
+before zipfile parses them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+import zipfile
+from typing import IO, Any
 
 import yaml
 
-MAX_BYTES = 1 << 20  # of a document
+MAX_YAML_BYTES = 1 << 20  # of a document
 _MAX_NODES = 100_000  # of a document, and of its values once its aliases are written out
 _MAX_LEVELS = 64
 _MAX_INTEGER_LENGTH = 40  # characters of an integer; 64 bits have 20 digits, and 22 in base 8
 _INTEGERS = range(-(2**63), 2**64)  # those that JSON writers and databases store
+
+_ENTRY_SIGNATURE = b"PK\x01\x02"
+_ENTRY_HEADER_BYTES = 46
+_ENTRY_LENGTHS = struct.Struct("<3H")  # of name, extra field and comment
+_ENTRY_LENGTHS_OFFSET = 28
+_MAX_ENTRY_BYTES = 512  # of the directory, on average
+_MIN_DIRECTORY_BYTES = 1 << 17  # that are always read; the end of the file with its comment has half of it
 
 
 class YamlError(ValueError):
@@ -72,13 +84,13 @@ for _kind, _constructor in {
     _DocumentLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _constructor)
 
 
-def load(text: str | bytes) -> Any:
+def load_yaml(text: str | bytes) -> Any:
     """Return the document in a YAML text of at most 1 MiB. Raises YamlError.
 
     A document of the permitted size takes seconds, so an event loop calls this from a thread.
     """
-    if len(text) > MAX_BYTES:
-        raise YamlError(f"has {len(text)} bytes, and at most {MAX_BYTES} are allowed; shorten it")
+    if len(text) > MAX_YAML_BYTES:
+        raise YamlError(f"has {len(text)} bytes, and at most {MAX_YAML_BYTES} are allowed; shorten it")
     try:
         loader = _DocumentLoader(text)
         try:
@@ -96,9 +108,9 @@ def load(text: str | bytes) -> Any:
     return document
 
 
-def load_mapping(text: str | bytes) -> dict[Any, Any]:
+def load_yaml_mapping(text: str | bytes) -> dict[Any, Any]:
     """Return the mapping in a YAML text, empty for an empty text. Raises YamlError."""
-    document = load(text)
+    document = load_yaml(text)
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -120,3 +132,45 @@ def _exceeds(value: Any, budget: int) -> bool:
         elif isinstance(value, list | tuple | set):  # tuples of !!pairs and !!omap
             pending.extend(value)
     return False
+
+
+# Zip files
+
+
+class TooManyEntries(ValueError):
+    """A zip file with more entries than permitted."""
+
+
+def open_zip(file: IO[bytes], max_entries: int) -> zipfile.ZipFile:
+    """Open a zip file for reading. Raises TooManyEntries, and the errors of zipfile."""
+    source: Any = _CountedFile(file, max_entries)
+    archive = zipfile.ZipFile(source)
+    source.is_open = True
+    return archive
+
+
+class _CountedFile:
+    """A file that counts the entries of a central directory in what is read until ``is_open``."""
+
+    def __init__(self, file: IO[bytes], max_entries: int) -> None:
+        self._file = file
+        self._max_entries = max_entries
+        self.is_open = False
+
+    def read(self, size: int = -1) -> bytes:
+        if self.is_open:
+            return self._file.read(size)
+        if size > max(_MIN_DIRECTORY_BYTES, _MAX_ENTRY_BYTES * self._max_entries):
+            raise TooManyEntries(f"its directory has {size} bytes")
+        data = self._file.read(size)
+        position = count = 0
+        while data.startswith(_ENTRY_SIGNATURE, position) and position + _ENTRY_HEADER_BYTES <= len(data):
+            count += 1
+            if count > self._max_entries:
+                raise TooManyEntries(f"it has more than {self._max_entries} entries")
+            lengths = _ENTRY_LENGTHS.unpack_from(data, position + _ENTRY_LENGTHS_OFFSET)
+            position += _ENTRY_HEADER_BYTES + sum(lengths)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
