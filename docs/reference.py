@@ -20,9 +20,9 @@ import serve_app.proto.contents as messages
 from serve_app import errors
 from serve_app.cli.app import app
 from serve_app.protocols import openapi
+from serve_app.protocols.http.json_errors import TABLE as TORCHSERVE_STATUSES
 from serve_app.protocols.openai.errors import TABLE as OPENAI_STATUSES
 from serve_app.protocols.openinference.errors import TABLE as OPEN_INFERENCE_STATUSES
-from serve_app.protocols.torchserve.errors import TABLE as TORCHSERVE_STATUSES
 from serve_app.telemetry.metric_definitions import METRICS
 from serve_app.telemetry.torchserve import catalog
 from serve_app.torchserve_config.keys import reference as torchserve_keys

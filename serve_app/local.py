@@ -28,8 +28,8 @@ from serve_app.domain.model import ModelSpec, Registration
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.errors import RelayError, StartFailed
 from serve_app.model_store.archive import Archive, Manifest, convert_options, parse_options
+from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.exchange import build_error_headers
-from serve_app.protocols.torchserve import errors as torchserve_errors
 from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.row_batcher import create_row_batcher
 from serve_app.runtime.handler_thread import HandlerThread
@@ -256,8 +256,8 @@ def _to_prediction(head: InferenceResponse, body: bytes) -> Prediction:
 
 def _to_client_error(error: RelayError) -> client_errors.ServerError:
     """Return the error that a client of a server gets, with the handler's whole traceback."""
-    status, _ = torchserve_errors.look_up(error)
-    document = torchserve_errors.to_document(error, handler_errors="traceback")
+    status, _ = json_errors.look_up(error)
+    document = json_errors.to_document(error, handler_errors="traceback")
     return client_errors.from_response(
         httpx.Response(status, headers=build_error_headers(error), json=document)
     )

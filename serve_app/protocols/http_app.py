@@ -17,6 +17,7 @@ from serve_app.errors import MethodNotAllowed, RelayError
 from serve_app.net.client_address import TrustedProxies, inference_proxies
 from serve_app.net.cross_site import CrossSitePolicy
 from serve_app.protocols import openapi
+from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
 from serve_app.protocols.http.console_proxy import ConsoleBackend, ConsoleRoutes, ConsoleWebSocket
 from serve_app.protocols.http.exchange import (
@@ -40,7 +41,6 @@ from serve_app.protocols.openai.inference import OpenAIRoutes
 from serve_app.protocols.openapi.allowed_methods import AllowedMethods
 from serve_app.protocols.openapi.route import OpenAPIRoutes
 from serve_app.protocols.openinference.rest import OpenInferenceRoutes
-from serve_app.protocols.torchserve import errors as torchserve_errors
 from serve_app.protocols.torchserve.inference import InferenceRoutes
 from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.protocols.torchserve.websocket import WebSocketRoutes
@@ -223,7 +223,7 @@ def inference_app(
         others.append(management)
         rules = replace(rules, on_error=_record_refusals_of(management, control))
     if control is not None:
-        others.append(AsyncRoutes(plane, control, torchserve_errors.send_error))
+        others.append(AsyncRoutes(plane, control, json_errors.send_error))
     openai = OpenAIRoutes(plane, settings)
     others.append(openai)
     document = openapi.inference(settings.inference.serve_management)

@@ -17,7 +17,7 @@ from serve_app.control.traffic import to_document
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.traffic_policy import TrafficPolicy, read, write
 from serve_app.errors import RelayError
-from serve_app.protocols.torchserve import errors
+from serve_app.protocols.http import json_errors
 
 
 class FakeServer:
@@ -37,7 +37,7 @@ class FakeServer:
             try:
                 self.registry = set_policy(self.registry, "m", read(policy or {}))
             except RelayError as error:
-                return errors.look_up(error)[0], errors.to_document(error)
+                return json_errors.look_up(error)[0], json_errors.to_document(error)
             if self.late:
                 return 202, {"status": "Stored, and late."}
         return 200, to_document(self.registry, "m")

@@ -28,7 +28,7 @@ from ray.serve._private.constants import RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S, SE
 
 from serve_app.deployments.ray_internals.replica_channels import LOST_HOST_TIMEOUT_S
 from serve_app.errors import ConfigurationError, ReplicaDied, Unavailable
-from serve_app.protocols.torchserve import errors
+from serve_app.protocols.http import json_errors
 from serve_app.settings import HAPROXY_TLS_BIND, HAPROXY_TLS_CERTIFICATE
 
 log = logging.getLogger(SERVE_LOGGER_NAME)  # the file of the actor, haproxy_<node>.log
@@ -56,8 +56,8 @@ _RAYLET_PID = "RAY_RAYLET_PID"
 def replica_died() -> bytes:
     """Return TorchServe's page for a replica that dies during a response, as it is sent."""
     error = ReplicaDied()
-    status, _ = errors.look_up(error)
-    body = errors.encode_json(errors.to_document(error))
+    status, _ = json_errors.look_up(error)
+    body = json_errors.encode_json(json_errors.to_document(error))
     head = (
         f"HTTP/1.1 {status} Internal Server Error\r\n"
         "content-type: application/json\r\n"
@@ -81,7 +81,7 @@ def _quote(text: str) -> str:
 
 def _no_routes() -> str:
     error = _NoRoutes()
-    body = " ".join(errors.encode_json(errors.to_document(error)).decode().split())
+    body = " ".join(json_errors.encode_json(json_errors.to_document(error)).decode().split())
     headers = f"hdr retry-after {error.retry_after} hdr x-torchrelay-reason {error.reason}"
     return f"    http-request return status 503 {headers} content-type application/json string {_quote(body)}"
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from serve_app.errors import MethodNotAllowed, RelayError, ResourceNotFound, Unavailable
 from serve_app.net.cross_site import CrossSitePolicy
+from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.exchange import Headers, HttpExchange, Receive, Scope, Send
-from serve_app.protocols.torchserve import errors
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -52,7 +52,7 @@ class ConsoleRoutes:
     def __init__(self, backend: ConsoleBackend | None) -> None:
         self._backend = backend
 
-    send_error = staticmethod(errors.send_error)
+    send_error = staticmethod(json_errors.send_error)
 
     def matches(self, exchange: HttpExchange) -> bool:
         return exchange.segments[:1] == [PREFIX[1:]]

@@ -9,8 +9,8 @@ from starlette.routing import Route
 from serve_app.control.api import ControlPlane
 from serve_app.protocols.http import json_body
 from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.http.json_errors import send_json
 from serve_app.protocols.management.routing import route
-from serve_app.protocols.torchserve.errors import send_json
 
 _PATHS = ("/models/{model}/adapters", "/models/{model}/{version}/adapters")
 

@@ -10,8 +10,8 @@ from serve_app.control.api import ControlPlane
 from serve_app.domain.api_key import KeyList, NewKeyDocument
 from serve_app.protocols.http import json_body
 from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.http.json_errors import send_json
 from serve_app.protocols.management.routing import route
-from serve_app.protocols.torchserve.errors import send_json
 
 
 def build_routes(control: ControlPlane, limit: int) -> list[Route]:

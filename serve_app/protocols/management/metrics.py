@@ -11,10 +11,10 @@ from typing_extensions import TypedDict
 from serve_app.domain.access import AccessTable
 from serve_app.domain.validation import documented
 from serve_app.errors import ModelNotAllowed
-from serve_app.protocols.http import auth
+from serve_app.protocols.http import auth, json_errors
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management.routing import RouteTable, any_method, route
-from serve_app.protocols.torchserve import errors, openapi
+from serve_app.protocols.torchserve import openapi
 from serve_app.settings import Settings
 
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
@@ -45,7 +45,7 @@ class MetricsRoutes:
             ]
         )
 
-    send_error = staticmethod(errors.send_error)
+    send_error = staticmethod(json_errors.send_error)
 
     def matches(self, exchange: HttpExchange) -> bool:
         return exchange.segments[:1] == ["metrics"]

@@ -9,7 +9,7 @@ from starlette.routing import Route, Router
 
 from serve_app.errors import MethodNotAllowed, ResourceNotFound
 from serve_app.protocols.http.exchange import METHODS, HttpExchange, Receive, Scope, Send
-from serve_app.protocols.torchserve.errors import send_json
+from serve_app.protocols.http.json_errors import send_json
 
 Handler = Callable[..., Awaitable[Any]]
 """Takes the exchange and the parameters of the path; returns the JSON document of the response.

@@ -19,6 +19,7 @@ from serve_app.domain.rollout import RolloutDocument, RolloutPlan
 from serve_app.domain.traffic_policy import ShadowDocument, ShadowHistory, TrafficDocument, TrafficPolicy
 from serve_app.domain.validation import documented
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowSource
+from serve_app.protocols.http.json_errors import Status
 from serve_app.protocols.management.access import AccessDocument
 from serve_app.protocols.management.audit import AuditPage, AuditParameters
 from serve_app.protocols.management.experiments import ExperimentList, PurgeParameters
@@ -27,7 +28,6 @@ from serve_app.protocols.openapi.endpoints import API, Content, Endpoint, delete
 from serve_app.protocols.openapi.torchserve import ERRORS, describe_api
 from serve_app.protocols.openinference.metadata import Readiness
 from serve_app.protocols.torchserve.descriptions import ModelDescription, ModelPage
-from serve_app.protocols.torchserve.errors import Status
 from serve_app.protocols.torchserve.events import EventHeaders, EventParameters
 from serve_app.protocols.torchserve.parameters import (
     DescribeParameters,

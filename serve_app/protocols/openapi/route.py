@@ -7,10 +7,10 @@ from functools import cached_property
 import orjson
 
 from serve_app.errors import MethodNotAllowed
+from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.exchange import JSON, HttpExchange
 from serve_app.protocols.openapi.api_page import send_page
 from serve_app.protocols.openapi.document import Document
-from serve_app.protocols.torchserve import errors
 
 
 class OpenAPIRoutes:
@@ -19,7 +19,7 @@ class OpenAPIRoutes:
     def __init__(self, document: Document) -> None:
         self._document = document
 
-    send_error = staticmethod(errors.send_error)
+    send_error = staticmethod(json_errors.send_error)
 
     def matches(self, exchange: HttpExchange) -> bool:
         return exchange.segments == ["openapi.json"] or exchange.segments[:1] == ["docs"]

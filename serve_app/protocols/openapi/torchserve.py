@@ -12,6 +12,7 @@ from serve_app.domain.async_prediction import (
     AsyncPredictionDocument,
     AsyncPredictionPage,
 )
+from serve_app.protocols.http.json_errors import Status, TorchServeError
 from serve_app.protocols.management.metrics import MetricsParameters
 from serve_app.protocols.openapi.endpoints import (
     API,
@@ -26,7 +27,6 @@ from serve_app.protocols.openapi.endpoints import (
     options,
     post,
 )
-from serve_app.protocols.torchserve.errors import Status, TorchServeError
 from serve_app.protocols.torchserve.inference import (
     Health,
     InvocationParameters,

@@ -35,8 +35,8 @@ from serve_app.proto import inference_pb2 as inference
 from serve_app.proto import management_pb2 as management
 from serve_app.protocols.grpc.call import MAX_DETAILS, GrpcCall, ServiceAdapter, StatusMapping, UnaryMethod
 from serve_app.protocols.grpc.status import StatusTable, find_status_code, from_http_status
+from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.sse import read_all
-from serve_app.protocols.torchserve import errors
 from serve_app.protocols.torchserve.descriptions import (
     MAX_PAGE_SIZE,
     NoReplicaToDescribe,
@@ -59,7 +59,7 @@ MANAGEMENT = "org.pytorch.serve.grpc.management.ManagementAPIsService"
 
 # The statuses of the HTTP API, translated as TorchServe does, with these exceptions.
 _TABLE: StatusTable = {
-    **{cls: from_http_status(status) for cls, (status, _) in errors.TABLE.items()},
+    **{cls: from_http_status(status) for cls, (status, _) in json_errors.TABLE.items()},
     AccessDenied: StatusCode.PERMISSION_DENIED,
     MethodNotAllowed: StatusCode.PERMISSION_DENIED,  # the model API is disabled
     InProgress: StatusCode.UNAVAILABLE,
@@ -104,7 +104,7 @@ class InferenceService:
 
     async def _ping(self, request: Any, rpc: GrpcCall) -> inference.TorchServeHealthResponse:
         status = "Healthy" if self._plane.healthy else "Unhealthy"
-        return inference.TorchServeHealthResponse(health=errors.encode_json({"status": status}).decode())
+        return inference.TorchServeHealthResponse(health=json_errors.encode_json({"status": status}).decode())
 
     async def _predict(
         self, request: inference.PredictionsRequest, rpc: GrpcCall
@@ -264,12 +264,14 @@ class ManagementService:
             )
         except NoReplica:
             raise NoReplicaToDescribe(model) from None
-        return errors.encode_json([describe_version(description) for description in descriptions]).decode()
+        return json_errors.encode_json(
+            [describe_version(description) for description in descriptions]
+        ).decode()
 
     async def _list(self, request: management.ListModelsRequest, rpc: GrpcCall) -> str:
         limit = request.limit or MAX_PAGE_SIZE
         document = await list_models(self._control, limit, request.next_page_token, rpc.allowed_models)
-        return errors.encode_json(document).decode()
+        return json_errors.encode_json(document).decode()
 
     async def _register(self, request: management.RegisterModelRequest, rpc: GrpcCall) -> str:
         texts: dict[str, Any] = {
@@ -322,7 +324,7 @@ class TorchServeStatus:
         self._handler_errors = settings.inference.handler_errors
 
     def __call__(self, error: Exception, rpc: GrpcCall) -> str:
-        document: Any = errors.to_document(error, rpc.request_id, self._handler_errors) or {}
+        document: Any = json_errors.to_document(error, rpc.request_id, self._handler_errors) or {}
         parts = (document.get("message") or str(error), document.get("detail"), document.get("type"))
         return "\n".join(part for part in parts if part)
 

@@ -20,7 +20,7 @@ from serve_app.errors import (
     ResourceNotFound,
     WorkflowStepError,
 )
-from serve_app.protocols.http import auth
+from serve_app.protocols.http import auth, json_errors
 from serve_app.protocols.http.async_predictions import AsyncInterceptor
 from serve_app.protocols.http.exchange import (
     Headers,
@@ -35,7 +35,7 @@ from serve_app.protocols.http.exchange import (
 from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
 from serve_app.protocols.http.sse import EVENT_STREAM, SSEStream
 from serve_app.protocols.management import experiments
-from serve_app.protocols.torchserve import errors, form_data, openapi
+from serve_app.protocols.torchserve import form_data, openapi
 from serve_app.settings import Settings
 
 Route = Callable[[HttpExchange], Awaitable[None]]
@@ -97,7 +97,7 @@ class InferenceRoutes:
     async def send_error(self, exchange: HttpExchange, error: Exception) -> None:
         if self._drops_late_responses and isinstance(error, ClientTimeout):
             await exchange.hold_open(LATE_RESPONSE_HOLD_S)
-        await errors.send_error(exchange, error, self._handler_errors)
+        await json_errors.send_error(exchange, error, self._handler_errors)
 
     def matches(self, exchange: HttpExchange) -> bool:
         return self._route(exchange.segments) is not None
@@ -139,10 +139,10 @@ class InferenceRoutes:
 
     async def _root(self, exchange: HttpExchange) -> None:
         if exchange.method in ("GET", "HEAD"):  # the liveness probe of KServe's v1 protocol
-            return await errors.send_json(exchange, {"status": "alive"})
+            return await json_errors.send_json(exchange, {"status": "alive"})
         if exchange.method != "OPTIONS":
             raise MethodNotAllowed()
-        await errors.send_json(exchange, self._api_document)
+        await json_errors.send_json(exchange, self._api_document)
 
     async def _predict(self, exchange: HttpExchange) -> None:
         await self._infer_by_path(exchange, "predict")
@@ -168,7 +168,7 @@ class InferenceRoutes:
             await self._infer(exchange, name, None)
         except RelayError as error:
             if isinstance(error, WorkflowStepError):
-                raise errors.WorkflowNodeFailed.from_step_error(error) from None
+                raise json_errors.WorkflowNodeFailed.from_step_error(error) from None
             raise
 
     async def _kserve_v1(self, exchange: HttpExchange) -> None:
@@ -223,7 +223,7 @@ class InferenceRoutes:
         exchange.model, exchange.version = model, version or ""
         if exchange.method == "OPTIONS":
             route = self._plane.find_version(model, version)
-            return await errors.send_json(exchange, openapi.describe_model(model, route.schemas))
+            return await json_errors.send_json(exchange, openapi.describe_model(model, route.schemas))
         auth.require_model(exchange, model)
         headers = exchange.headers
         if inputs is None:
@@ -265,10 +265,10 @@ class InferenceRoutes:
         headers = build_response_headers(response)
         if response.headers:
             exchange.override_defaults(headers)
-        return errors.clamp_status(response.status), headers, response.body
+        return json_errors.clamp_status(response.status), headers, response.body
 
     def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
-        return errors.render_error(exchange, error, self._handler_errors)
+        return json_errors.render_error(exchange, error, self._handler_errors)
 
     async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
         """Send a response until its client disconnects."""
@@ -287,7 +287,7 @@ class InferenceRoutes:
             headers = encode_handler_headers(head.content_type, head.headers)
             exchange.override_defaults(headers)
             headers += (b"ts_stream_next", b"true"), *version_headers(head)
-            await exchange.send_stream(errors.clamp_status(head.status), headers, response)
+            await exchange.send_stream(json_errors.clamp_status(head.status), headers, response)
         else:
             exchange.version = response.version
             if exchange.headers.get("accept") == EVENT_STREAM and response.content_type != EVENT_STREAM:
@@ -307,10 +307,12 @@ class InferenceRoutes:
         )
 
         def encode_error(error: RelayError) -> bytes:
-            return orjson.dumps(errors.to_document(error, id, self._handler_errors))
+            return orjson.dumps(json_errors.to_document(error, id, self._handler_errors))
 
         events = SSEStream(stream, orjson.dumps({"request_id": id, "version": head.version}), encode_error)
-        await exchange.send_stream(errors.clamp_status(head.status), headers, ResponseStream(head, events))
+        await exchange.send_stream(
+            json_errors.clamp_status(head.status), headers, ResponseStream(head, events)
+        )
 
     async def _record_rewards(self, exchange: HttpExchange) -> None:
         """Record rewards of experiments on the inference port, so that applications need no other key."""
@@ -318,19 +320,21 @@ class InferenceRoutes:
         if exchange.method != "POST":
             raise MethodNotAllowed()
         id, limit = exchange.segments[1], self._max_body_size
-        await errors.send_json(exchange, await experiments.record_rewards(exchange, self._control, id, limit))
+        await json_errors.send_json(
+            exchange, await experiments.record_rewards(exchange, self._control, id, limit)
+        )
 
     async def _ping(self, exchange: HttpExchange) -> None:
         if self._plane.healthy:
-            await errors.send_json(exchange, {"status": "Healthy"})
+            await json_errors.send_json(exchange, {"status": "Healthy"})
         else:
-            await errors.send_json(exchange, {"status": "Unhealthy"}, 500)
+            await json_errors.send_json(exchange, {"status": "Unhealthy"}, 500)
 
     async def _health(self, exchange: HttpExchange) -> None:
         if exchange.segments == ["health", "live"]:
-            await errors.send_json(exchange, {"live": True})
+            await json_errors.send_json(exchange, {"live": True})
         elif exchange.segments == ["health", "ready"]:
-            await errors.send_json(exchange, self._readiness(), 200 if self._plane.ready else 503)
+            await json_errors.send_json(exchange, self._readiness(), 200 if self._plane.ready else 503)
         else:
             raise ResourceNotFound()
 
@@ -354,7 +358,7 @@ class InferenceRoutes:
     async def _describe_api(self, exchange: HttpExchange) -> None:
         if len(exchange.segments) > 1:
             raise ResourceNotFound()
-        await errors.send_json(exchange, self._api_document)
+        await json_errors.send_json(exchange, self._api_document)
 
 
 def _build_request(

@@ -17,8 +17,9 @@ from serve_app.errors import (
     StartFailed,
 )
 from serve_app.net.cross_site import CrossSitePolicy
-from serve_app.protocols.http import auth
+from serve_app.protocols.http import auth, json_errors
 from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.http.json_errors import TokenNotIssued
 from serve_app.protocols.management import (
     access,
     adapters,
@@ -32,7 +33,7 @@ from serve_app.protocols.management import (
     traffic,
 )
 from serve_app.protocols.management.routing import MethodHandlers, RouteTable, any_method, route
-from serve_app.protocols.torchserve import errors, events, openapi, workflows
+from serve_app.protocols.torchserve import events, openapi, workflows
 from serve_app.protocols.torchserve.descriptions import (
     MAX_PAGE_SIZE,
     NoReplicaToDescribe,
@@ -41,7 +42,6 @@ from serve_app.protocols.torchserve.descriptions import (
     describe_version,
     list_models,
 )
-from serve_app.protocols.torchserve.errors import TokenNotIssued
 from serve_app.protocols.torchserve.parameters import (
     AUTOSCALING_PARAMETERS,
     parse_bool,
@@ -107,7 +107,7 @@ class ManagementRoutes:
         )
         self.paths = self._table.paths
 
-    send_error = staticmethod(errors.send_error)
+    send_error = staticmethod(json_errors.send_error)
 
     def matches(self, exchange: HttpExchange) -> bool:
         segments = exchange.segments
@@ -158,7 +158,7 @@ class ManagementRoutes:
                 await self._control.api.renew_key("management")
             case _:
                 raise TokenNotIssued("wrong_type")
-        await exchange.send_response(200, [errors.JSON], b"\n")
+        await exchange.send_response(200, [json_errors.JSON], b"\n")
 
     async def _stream_events(self, exchange: HttpExchange, model: str) -> None:
         await events.stream(exchange, self._control, model)
@@ -240,7 +240,7 @@ class ManagementRoutes:
 
 
 async def _send_status(exchange: HttpExchange, status: int, sentence: str) -> None:
-    await errors.send_json(exchange, {"status": sentence}, status)
+    await json_errors.send_json(exchange, {"status": sentence}, status)
 
 
 async def _describe_api(exchange: HttpExchange) -> Any:

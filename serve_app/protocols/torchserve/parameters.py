@@ -15,8 +15,8 @@ from serve_app.domain.model import Registration
 from serve_app.domain.validation import documented
 from serve_app.protocols.http import json_body, large_body
 from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.http.json_errors import JsonSyntaxError
 from serve_app.protocols.torchserve import form_data
-from serve_app.protocols.torchserve.errors import JsonSyntaxError
 
 _MAX_ID_LENGTH = 100  # characters of a registration's id
 _INT32_MAX = 2**31 - 1

@@ -20,7 +20,7 @@ from serve_app.errors import (
     ResourceNotFound,
     get_reason,
 )
-from serve_app.protocols.http import auth
+from serve_app.protocols.http import auth, json_errors
 from serve_app.protocols.http.exchange import (
     HttpExchange,
     Receive,
@@ -31,7 +31,6 @@ from serve_app.protocols.http.exchange import (
     uuid4,
 )
 from serve_app.protocols.http.port_rules import PortRules
-from serve_app.protocols.torchserve import errors
 from serve_app.settings import Settings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import AccessLog
@@ -80,7 +79,7 @@ class WebSocketRoutes:
             self._check(exchange)
         except RelayError as error:
             if "websocket.http.response" in scope.get("extensions", ()):
-                return await errors.send_error(exchange, error, self._handler_errors)
+                return await json_errors.send_error(exchange, error, self._handler_errors)
             return await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
         await send({"type": "websocket.accept", "headers": []})
         session = _WebSocketSession(self, exchange, authorization, send)
@@ -134,14 +133,14 @@ class WebSocketRoutes:
         response = await self._plane.infer(request, grant)
         if isinstance(response, ResponseStream):
             head = response.head
-            session.start_response(head.version, errors.clamp_status(head.status), head.arm)
+            session.start_response(head.version, json_errors.clamp_status(head.status), head.arm)
             try:
                 async for chunk in response:
                     await session.send_chunk(chunk)
             finally:
                 await response.aclose()
         else:
-            session.start_response(response.version, errors.clamp_status(response.status), response.arm)
+            session.start_response(response.version, json_errors.clamp_status(response.status), response.arm)
             await session.send_chunk(response.body)
 
     def describe_error(self, error: Exception, request_id: str) -> tuple[int, dict[str, Any]]:
@@ -152,9 +151,9 @@ class WebSocketRoutes:
                 fields["retry_after"] = error.retry_after
         else:
             _log.error("%s failed: a fault of this server", request_id, exc_info=error)
-        document = errors.to_document(error, request_id, self._handler_errors)
+        document = json_errors.to_document(error, request_id, self._handler_errors)
         fields["error"] = document or {"message": str(error)}
-        return errors.look_up(error)[0], fields
+        return json_errors.look_up(error)[0], fields
 
     def record(
         self, exchange: HttpExchange, status: int, seconds: float, request_id: str, version: str

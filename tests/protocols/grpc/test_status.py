@@ -9,9 +9,9 @@ from grpc import StatusCode
 
 from serve_app import errors
 from serve_app.protocols.grpc.status import find_status_code, from_http_status
+from serve_app.protocols.http import json_errors as torchserve
 from serve_app.protocols.openinference import errors as openinference
 from serve_app.protocols.openinference.grpc import TABLE as OPENINFERENCE_TABLE
-from serve_app.protocols.torchserve import errors as torchserve
 from serve_app.protocols.torchserve.grpc import INFERENCE_TABLE, MANAGEMENT_TABLE
 
 TABLES = {

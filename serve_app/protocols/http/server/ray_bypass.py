@@ -28,10 +28,10 @@ from starlette.middleware import Middleware
 
 from serve_app.errors import ReplicaDied
 from serve_app.net.private_files import restrict_umask
+from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.exchange import DEFAULT_HEADERS
 from serve_app.protocols.http.server import callback_protocol, http_protocol, websocket_protocol
 from serve_app.protocols.http.server.callback_app import CallbackApp
-from serve_app.protocols.torchserve import errors
 
 _log = logging.getLogger(__name__)
 
@@ -117,14 +117,14 @@ class _ProxyResponse:
 
 def _replica_died() -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     error = ReplicaDied()
-    body = errors.encode_json(errors.to_document(error))
+    body = json_errors.encode_json(json_errors.to_document(error))
     headers = [
-        errors.JSON,
+        json_errors.JSON,
         (b"content-length", b"%d" % len(body)),
         (b"x-torchrelay-reason", error.reason.encode()),
         *DEFAULT_HEADERS,
     ]
-    return errors.look_up(error)[0], headers, body
+    return json_errors.look_up(error)[0], headers, body
 
 
 _REPLICA_DIED = _replica_died()

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from serve_app import errors
-from serve_app.protocols.torchserve.errors import (
+from serve_app.protocols.http.json_errors import (
     TABLE,
     JsonSyntaxError,
     TokenNotIssued,

@@ -1,4 +1,7 @@
-"""The table from an error's class to TorchServe's status, type name and body."""
+"""Errors as JSON in TorchServe's form, for every API without a form of its own.
+
+A table has the status and the type name of each class of errors.
+"""
 
 from __future__ import annotations
 
