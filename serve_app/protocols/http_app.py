@@ -20,6 +20,7 @@ from serve_app.protocols import openapi
 from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
 from serve_app.protocols.http.console_proxy import ConsoleBackend, ConsoleRoutes, ConsoleWebSocket
+from serve_app.protocols.http.endpoints import EndpointTable
 from serve_app.protocols.http.exchange import (
     DEFAULT_HEADERS,
     METHODS,
@@ -36,13 +37,12 @@ from serve_app.protocols.http.router import Dispatcher, ProtocolRouter
 from serve_app.protocols.http.server.callback_app import CallbackApp, CallbackRoute
 from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.management.metrics import MetricsRoutes, Render
+from serve_app.protocols.management.routes import REWARDS, ManagementRoutes
 from serve_app.protocols.openai.embedding_route import EmbeddingRoute
 from serve_app.protocols.openai.inference import OpenAIRoutes
-from serve_app.protocols.openapi.allowed_methods import AllowedMethods
 from serve_app.protocols.openapi.route import OpenAPIRoutes
 from serve_app.protocols.openinference.rest import OpenInferenceRoutes
 from serve_app.protocols.torchserve.inference import InferenceRoutes
-from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.protocols.torchserve.websocket import WebSocketRoutes
 from serve_app.settings import Settings, is_loopback
 from serve_app.telemetry import tracing
@@ -68,12 +68,12 @@ class ASGIApp:
         default_headers: tuple[tuple[bytes, bytes], ...] = DEFAULT_HEADERS,
         websocket_app: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None,
         *,
-        allowed_methods: AllowedMethods,
+        endpoints: EndpointTable,
         rules: PortRules,
     ) -> None:
         self._router = router
         self._rules = rules
-        self._allowed_methods = allowed_methods
+        self._endpoints = endpoints
         self._websocket_app = websocket_app
         self._count_response = count_response
         self._access_log = access_log
@@ -152,8 +152,9 @@ class ASGIApp:
             self._log_access(self._access_log, exchange, time.perf_counter() - started_at)
 
     def _add_allow_header(self, exchange: HttpExchange, excluded: str = "") -> None:
-        if (methods := self._allowed_methods.allow(exchange.path, excluded)) is not None:
-            exchange.add_header(b"allow", methods)
+        if (methods := self._endpoints.list_allowed_methods(exchange.path)) is not None:
+            allowed = (method for method in methods if method != excluded)
+            exchange.add_header(b"allow", ", ".join(allowed).encode())
 
     def _log_access(self, access_log: AccessLog, exchange: HttpExchange, seconds: float) -> None:
         scope = exchange.scope
@@ -218,6 +219,8 @@ def inference_app(
     first = InferenceRoutes(plane, settings, control)
     open_inference = OpenInferenceRoutes(plane, settings, control)
     others: list[ProtocolRouter] = [open_inference]
+    if control is not None:
+        others.append(ManagementRoutes(control, settings, apis=(REWARDS,)))
     if control is not None and settings.inference.serve_management:
         management = ManagementRoutes(control, settings, _shared_port_policy(settings))
         others.append(management)
@@ -236,7 +239,7 @@ def inference_app(
         access_log,
         build_default_headers(settings.inference),
         WebSocketRoutes(plane, settings, meters.response, access_log, rules),
-        allowed_methods=AllowedMethods(document),
+        endpoints=document.table,
         rules=rules,
     )
     if shared.callbacks and shared.late_response == "send":
@@ -288,7 +291,7 @@ def management_app(
         None if meters is None else meters.rest,
         access_log,
         websocket_app=None if console is None else ConsoleWebSocket(console, cross_site),
-        allowed_methods=AllowedMethods(document),
+        endpoints=document.table,
         rules=PortRules(
             cross_site,
             TrustedProxies(settings.telemetry.trusted_proxies),
@@ -306,7 +309,7 @@ def metrics_app(
         Dispatcher(MetricsRoutes(render, settings, access), OpenAPIRoutes(document)),
         None if meters is None else meters.rest,
         None,
-        allowed_methods=AllowedMethods(document),
+        endpoints=document.table,
         rules=PortRules(
             CrossSitePolicy(
                 "management",

@@ -62,10 +62,9 @@ REGISTRATION = ("management", "POST", "/models")  # "control", beside the list o
 
 def list_routes(port: str, document: Any) -> list[tuple[str, str, str]]:
     return [
-        (port, method, path)
-        for path, methods in document.methods.items()
-        for method in methods
-        if method != "OPTIONS" and path not in OPEN
+        (port, endpoint.method, endpoint.path)
+        for endpoint in document.table.endpoints
+        if endpoint.method != "OPTIONS" and endpoint.path not in OPEN
     ]
 
 

@@ -123,7 +123,7 @@ def _create_inference(
         lambda ref, row: backend.at(ref),
         limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
     )
-    control = ControlPlane(control_api or FakeControlAPI(), settings, lambda: None)
+    control = ControlPlane(control_api or FakeControlAPI(), settings, lambda: plane.access)
     app = inference_app(plane, settings, meters, access_log, control)
     return Inference(app, backend, meters, access_log.lines, reader, plane, path, test)
 

@@ -13,6 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 from serve_app import errors
 from serve_app.domain.validation import documented
 from serve_app.errors import RateLimited
+from serve_app.protocols.http.endpoints import ErrorFormat
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
 from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, build_error_headers
 
@@ -26,10 +27,17 @@ class TorchServeError(TypedDict):
     detail: NotRequired[Annotated[str, documented("Details that the caller may see.")]]
 
 
+ERRORS = ErrorFormat(TorchServeError, without_body=(413,))
+NO_ERRORS = ErrorFormat(TorchServeError, common=())
+
+
 class Status(TypedDict):
     """The result of a change, as a sentence."""
 
     status: str
+
+
+CHANGED = {200: Status, 202: Status}
 
 
 class TokenNotIssued(errors.AccessDenied):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from starlette.routing import Route
 from typing_extensions import TypedDict
 
-from serve_app.control.api import ControlPlane
 from serve_app.domain.access import ROLES, Right
 from serve_app.domain.validation import documented
-from serve_app.protocols.http import auth
-from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management.routing import route
+from serve_app.protocols.http.endpoints import get
+from serve_app.protocols.management.request import ManagementRequest
 
 
 class AccessDocument(TypedDict):
@@ -25,20 +22,27 @@ class AccessDocument(TypedDict):
     expires: Annotated[float | None, documented("In seconds since the epoch; null: never.")]
 
 
-def build_routes(control: ControlPlane) -> list[Route]:
-    """Return the route, which any valid key may use."""
+async def get_access(request: ManagementRequest) -> AccessDocument:
+    grant = request.exchange.grant
+    if request.control.access is None or grant is None:
+        every = sorted(ROLES["manage"])
+        return {"required": False, "name": "", "rights": every, "models": ["*"], "expires": None}
+    return {
+        "required": True,
+        "name": grant.name,
+        "rights": sorted(grant.rights),
+        "models": list(request.allowed_models),
+        "expires": grant.expires,
+    }
 
-    async def get(exchange: HttpExchange) -> AccessDocument:
-        grant = exchange.grant
-        if control.access is None or grant is None:
-            every = sorted(ROLES["manage"])
-            return {"required": False, "name": "", "rights": every, "models": ["*"], "expires": None}
-        return {
-            "required": True,
-            "name": grant.name,
-            "rights": sorted(grant.rights),
-            "models": list(auth.get_allowed_models(exchange)),
-            "expires": grant.expires,
-        }
 
-    return [route("/access", GET=get)]
+ENDPOINTS = (
+    get(
+        "/access",
+        "access",
+        "Get the rights of the request's key.",
+        AccessDocument,
+        call=get_access,
+        rights=("infer", "observe", "manage", "token"),
+    ),
+)

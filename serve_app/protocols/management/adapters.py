@@ -1,35 +1,76 @@
-"""``/models/{model}/adapters``: the LoRA adapters of a version, the default one's or a named one's."""
+"""``/models/{model_name}/adapters``: the LoRA adapters of a version, the default one's or a named one's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from starlette.routing import Route
-
-from serve_app.control.api import ControlPlane
-from serve_app.protocols.http import json_body
-from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.http.json_errors import send_json
-from serve_app.protocols.management.routing import route
-
-_PATHS = ("/models/{model}/adapters", "/models/{model}/{version}/adapters")
+from serve_app.domain.adapter import AdapterDocument, AdapterList, AdapterRequest
+from serve_app.protocols.http.endpoints import API, Endpoint, delete, get, json, post
+from serve_app.protocols.http.json_errors import CHANGED, ERRORS
+from serve_app.protocols.management.request import ManagementRequest
 
 
-def build_routes(control: ControlPlane, limit: int) -> list[Route]:
-    """Return the routes: POST loads an adapter, DELETE unloads it; a body has at most ``limit`` bytes."""
+async def list_adapters(
+    request: ManagementRequest, model_name: str, model_version: str | None = None
+) -> AdapterList:
+    return {"adapters": await request.control.api.list_adapters(model_name, model_version)}
 
-    async def list_adapters(exchange: HttpExchange, model: str, version: str | None = None) -> Any:
-        return {"adapters": await control.api.list_adapters(model, version)}
 
-    async def add(exchange: HttpExchange, model: str, version: str | None = None) -> None:
-        adapter = await control.add_adapter(model, version, await json_body.read(exchange, limit))
-        await send_json(exchange, adapter, 202 if "status" in adapter else 200)
+async def add(request: ManagementRequest, model_name: str, model_version: str | None = None) -> None:
+    adapter = await request.control.add_adapter(model_name, model_version, await request.read_json())
+    await request.send(adapter, 202 if "status" in adapter else 200)
 
-    async def remove(exchange: HttpExchange, model: str, adapter: str, version: str | None = None) -> Any:
-        await control.remove_adapter(model, version, adapter)
-        return {"status": f'Adapter "{adapter}" of model "{model}" unloaded'}
 
-    return [
-        *(route(path, GET=list_adapters, POST=add) for path in _PATHS),
-        *(route(f"{path}/{{adapter}}", DELETE=remove) for path in _PATHS),
-    ]
+async def remove(
+    request: ManagementRequest, model_name: str, adapter_name: str, model_version: str | None = None
+) -> Any:
+    await request.control.remove_adapter(model_name, model_version, adapter_name)
+    return {"status": f'Adapter "{adapter_name}" of model "{model_name}" unloaded'}
+
+
+_NEW_ADAPTER = {
+    200: AdapterDocument,
+    202: json(AdapterDocument, "Some replicas do not load the adapter yet."),
+}
+
+
+def _of(path: str, suffix: str, subject: str) -> tuple[Endpoint, ...]:
+    """Return the endpoints of the adapters of a model or of one of its versions."""
+    path = f"{path}/adapters"
+    return (
+        get(
+            path,
+            f"adapters{suffix}",
+            f"List the LoRA adapters of {subject}.",
+            AdapterList,
+            call=list_adapters,
+        ),
+        post(
+            path,
+            f"add_adapter{suffix}",
+            f"Load a LoRA adapter in every replica of {subject}.",
+            _NEW_ADAPTER,
+            (404, 405, 409, 503, 507),
+            AdapterRequest,
+            call=add,
+        ),
+        delete(
+            f"{path}/{{adapter_name}}",
+            f"remove_adapter{suffix}",
+            f"Unload an adapter of {subject}.",
+            CHANGED,
+            (405, 409),
+            call=remove,
+        ),
+    )
+
+
+ADAPTERS = API(
+    "Adapters",
+    "LoRA adapters of language models, loaded and unloaded while requests run.",
+    ERRORS,
+    (
+        *_of("/models/{model_name}", "", "a model's default version"),
+        *_of("/models/{model_name}/{model_version}", "_version", "one version of a model"),
+    ),
+)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import Annotated
 
-from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from serve_app.control.api import ControlPlane
@@ -15,9 +14,9 @@ from serve_app.domain.validation import documented
 from serve_app.errors import AccessDenied, BadRequest, RelayError, get_reason
 from serve_app.net.cross_site import CrossSiteRequest, HostNotAllowed
 from serve_app.protocols.http import auth
+from serve_app.protocols.http.endpoints import get
 from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management.routing import route
-from serve_app.protocols.torchserve.parameters import parse_query
+from serve_app.protocols.management.request import ManagementRequest
 from serve_app.telemetry.audit_log import set_actor
 
 _READING_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -40,15 +39,22 @@ class AuditParameters(TypedDict, total=False):
     before_id: Annotated[int, documented("Only records before the one with this id.", minimum=0)]
 
 
-def build_routes(control: ControlPlane) -> list[Route]:
-    """Return the route, which requires a key that may manage; the models of the key limit the records."""
+async def list_records(request: ManagementRequest) -> AuditPage:
+    query = _parse(request.query)
+    return {"records": await request.control.api.list_audit_records(query, request.allowed_models)}
 
-    async def list_records(exchange: HttpExchange) -> AuditPage:
-        query = _parse(parse_query(exchange))
-        allowed_models = auth.get_allowed_models(exchange)
-        return {"records": await control.api.list_audit_records(query, allowed_models)}
 
-    return [route("/audit", GET=list_records)]
+ENDPOINTS = (
+    get(
+        "/audit",
+        "audit",
+        "List records of the audit log, newest first.",
+        AuditPage,
+        query=AuditParameters,
+        call=list_records,
+        rights=("manage",),
+    ),
+)
 
 
 def _parse(parameters: dict[str, str]) -> AuditQuery:

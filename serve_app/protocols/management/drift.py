@@ -1,27 +1,51 @@
-"""``/models/{model}/drift``: the drift of captured requests from their reference."""
+"""``/models/{model_name}/drift``: the drift of captured requests from their reference."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from starlette.routing import Route
-
-from serve_app.control.api import ControlPlane
-from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management.routing import route
+from serve_app.domain.capture import DriftDocument
+from serve_app.protocols.http.endpoints import API, get, post
+from serve_app.protocols.http.json_errors import ERRORS
+from serve_app.protocols.management.request import ManagementRequest
 
 
-def build_routes(control: ControlPlane) -> list[Route]:
-    """Return the routes: GET of all versions or of one, and POST that makes the window the reference."""
+async def get_drift(
+    request: ManagementRequest, model_name: str, model_version: str | None = None
+) -> DriftDocument:
+    return await request.control.api.get_drift(model_name, model_version)
 
-    async def get(exchange: HttpExchange, model: str, version: str | None = None) -> Any:
-        return await control.api.get_drift(model, version)
 
-    async def reset(exchange: HttpExchange, model: str, version: str) -> Any:
-        return await control.api.reset_drift(model, version)
+async def reset(request: ManagementRequest, model_name: str, model_version: str) -> DriftDocument:
+    return await request.control.api.reset_drift(model_name, model_version)
 
-    return [
-        route("/models/{model}/drift", GET=get),
-        route("/models/{model}/{version}/drift", GET=get),
-        route("/models/{model}/{version}/drift/reset", POST=reset),
-    ]
+
+_MODEL = "/models/{model_name}"
+_VERSION = f"{_MODEL}/{{model_version}}"
+DRIFT = API(
+    "Drift",
+    "Statistics of captured requests against a reference.",
+    ERRORS,
+    (
+        get(
+            f"{_MODEL}/drift",
+            "drift",
+            "Get the drift of every version with capture.",
+            DriftDocument,
+            call=get_drift,
+        ),
+        get(
+            f"{_VERSION}/drift",
+            "drift_version",
+            "Get the drift of one version.",
+            DriftDocument,
+            call=get_drift,
+        ),
+        post(
+            f"{_VERSION}/drift/reset",
+            "reset_drift",
+            "Make the current window the reference.",
+            DriftDocument,
+            (409,),
+            call=reset,
+        ),
+    ),
+)

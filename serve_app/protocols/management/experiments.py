@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from starlette.routing import Route
 from typing_extensions import TypedDict
 
-from serve_app.control.api import ControlPlane
-from serve_app.domain.experiment import ExperimentSummary
+from serve_app.domain.experiment import (
+    ExperimentDocument,
+    ExperimentHistory,
+    ExperimentPlan,
+    ExperimentSummary,
+    RewardCounts,
+    RewardsBody,
+)
 from serve_app.domain.validation import documented
-from serve_app.protocols.http import auth, json_body
-from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management.routing import route
-from serve_app.protocols.torchserve.parameters import parse_bool, parse_query
+from serve_app.protocols.http.endpoints import delete, get, post
+from serve_app.protocols.http.json_errors import Status
+from serve_app.protocols.management.request import ManagementRequest
+from serve_app.protocols.torchserve.parameters import parse_bool
 
 
 class ExperimentList(TypedDict):
@@ -26,49 +31,91 @@ class PurgeParameters(TypedDict):
     purge: Annotated[Literal["true", "false"], documented("true: delete it with its measurements.")]
 
 
-def build_routes(control: ControlPlane, limit: int) -> list[Route]:
-    """Return the routes of experiments; a body has at most ``limit`` bytes.
-
-    By id, GET returns the results so far; DELETE stops an experiment, and with ``purge=true`` deletes a
-    stopped one. The list of all experiments has those of every model that the request's key covers.
-    """
-
-    async def start(exchange: HttpExchange, model: str) -> Any:
-        return await control.start_experiment(model, await json_body.read(exchange, limit))
-
-    async def list_of_model(exchange: HttpExchange, model: str) -> ExperimentList:
-        return {"experiments": await control.list_experiments(model)}
-
-    async def list_all(exchange: HttpExchange) -> ExperimentList:
-        allowed_models = auth.get_allowed_models(exchange)
-        return {"experiments": await control.list_experiments(allowed_models=allowed_models)}
-
-    async def get(exchange: HttpExchange, id: str) -> Any:
-        return await control.api.get_experiment(id, auth.get_allowed_models(exchange))
-
-    async def get_history(exchange: HttpExchange, id: str) -> Any:
-        return await control.api.get_experiment_history(id, auth.get_allowed_models(exchange))
-
-    async def delete(exchange: HttpExchange, id: str) -> Any:
-        allowed_models = auth.get_allowed_models(exchange)
-        if not parse_bool(parse_query(exchange).get("purge")):
-            return await control.api.stop_experiment(id, allowed_models)
-        await control.api.delete_experiment(id, allowed_models)
-        return {"status": f'Experiment "{id}" forgotten'}
-
-    async def record(exchange: HttpExchange, id: str) -> Any:
-        return await record_rewards(exchange, control, id, limit)
-
-    return [
-        route("/models/{model}/experiments", GET=list_of_model, POST=start),
-        route("/experiments", GET=list_all),
-        route("/experiments/{id}", GET=get, DELETE=delete),
-        route("/experiments/{id}/history", GET=get_history),
-        route("/experiments/{id}/events", POST=record),
-    ]
+async def start(request: ManagementRequest, model_name: str) -> ExperimentDocument:
+    return await request.control.start_experiment(model_name, await request.read_json())
 
 
-async def record_rewards(exchange: HttpExchange, control: ControlPlane, id: str, limit: int) -> Any:
-    """Record rewards for requests that an experiment routed; return the document of the response."""
-    document = await json_body.read(exchange, limit)
-    return await control.record_rewards(id, document, auth.get_allowed_models(exchange))
+async def list_of_model(request: ManagementRequest, model_name: str) -> ExperimentList:
+    return {"experiments": await request.control.list_experiments(model_name)}
+
+
+async def list_all(request: ManagementRequest) -> ExperimentList:
+    """Return the experiments of every model that the request's key covers."""
+    return {"experiments": await request.control.list_experiments(allowed_models=request.allowed_models)}
+
+
+async def get_results(request: ManagementRequest, experiment_id: str) -> ExperimentDocument:
+    return await request.control.api.get_experiment(experiment_id, request.allowed_models)
+
+
+async def get_history(request: ManagementRequest, experiment_id: str) -> ExperimentHistory:
+    return await request.control.api.get_experiment_history(experiment_id, request.allowed_models)
+
+
+async def stop(request: ManagementRequest, experiment_id: str) -> Any:
+    """Stop an experiment; with ``purge=true``, delete a stopped one."""
+    if not parse_bool(request.query.get("purge")):
+        return await request.control.api.stop_experiment(experiment_id, request.allowed_models)
+    await request.control.api.delete_experiment(experiment_id, request.allowed_models)
+    return {"status": f'Experiment "{experiment_id}" forgotten'}
+
+
+async def record_rewards(request: ManagementRequest, experiment_id: str) -> RewardCounts:
+    return await request.control.record_rewards(
+        experiment_id, await request.read_json(), request.allowed_models
+    )
+
+
+# Served on the inference port, too, so that applications need no other key.
+REWARD_ENDPOINT = post(
+    "/experiments/{experiment_id}/events",
+    "reward",
+    "Record rewards; each counts once.",
+    RewardCounts,
+    body=RewardsBody,
+    call=record_rewards,
+    rights=("manage", "infer"),
+)
+ENDPOINTS = (
+    get(
+        "/models/{model_name}/experiments",
+        "model_experiments",
+        "List a model's experiments, newest first.",
+        ExperimentList,
+        call=list_of_model,
+    ),
+    post(
+        "/models/{model_name}/experiments",
+        "start_experiment",
+        "Start an experiment.",
+        {200: ExperimentDocument, 202: Status},
+        (409,),
+        ExperimentPlan,
+        call=start,
+    ),
+    get("/experiments", "experiments", "List the experiments of all models.", ExperimentList, call=list_all),
+    get(
+        "/experiments/{experiment_id}",
+        "experiment",
+        "Get the current results of an experiment.",
+        ExperimentDocument,
+        call=get_results,
+    ),
+    delete(
+        "/experiments/{experiment_id}",
+        "stop_experiment",
+        "Stop an experiment, or delete a stopped one.",
+        {200: ExperimentDocument | Status, 202: Status},
+        (409,),
+        query=PurgeParameters,
+        call=stop,
+    ),
+    get(
+        "/experiments/{experiment_id}/history",
+        "experiment_history",
+        "Get the results of an experiment over time.",
+        ExperimentHistory,
+        call=get_history,
+    ),
+    REWARD_ENDPOINT,
+)

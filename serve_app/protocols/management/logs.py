@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from starlette.routing import Route
 from typing_extensions import NotRequired, TypedDict
 
-from serve_app.control.api import ControlPlane
 from serve_app.domain.log_query import LOG_NAMES, MAX_LOG_RECORDS, LogName, LogPage, LogQuery
 from serve_app.domain.model import EventQuery
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, ModelNotAllowed
 from serve_app.protocols.http import auth
-from serve_app.protocols.http.exchange import HttpExchange
+from serve_app.protocols.http.endpoints import get
 from serve_app.protocols.http.numbers import parse_limit
-from serve_app.protocols.management.routing import route
-from serve_app.protocols.torchserve.parameters import parse_query
-from serve_app.settings import Settings
+from serve_app.protocols.management.request import ManagementRequest
 from serve_app.telemetry.log_reader import read_records
 from serve_app.telemetry.logs import LEVELS
 
@@ -58,39 +54,34 @@ class EventPage(TypedDict):
     events: list[EventDocument]
 
 
-def build_routes(control: ControlPlane, settings: Settings) -> list[Route]:
-    """Return the routes; the logs need a key that may manage, and one of all models unless they name one."""
+async def list_records(request: ManagementRequest) -> LogPage:
+    """Return records for a key of all models, or for one of the model that the query names."""
+    query = _parse_log_query(request.query)
+    if "*" not in request.allowed_models:
+        if not query.model or query.log == "server":  # the server's log has records of every model
+            raise ModelNotAllowed("*")
+        auth.require_model(request.exchange, query.model)
+    return {"log": query.log, "records": await asyncio.to_thread(read_records, request.settings, query)}
 
-    async def list_records(exchange: HttpExchange) -> LogPage:
-        query = _parse_log_query(parse_query(exchange))
-        allowed_models = auth.get_allowed_models(exchange)
-        if "*" not in allowed_models:
-            if not query.model or query.log == "server":  # the server's log has records of every model
-                raise ModelNotAllowed("*")
-            auth.require_model(exchange, query.model)
-        return {"log": query.log, "records": await asyncio.to_thread(read_records, settings, query)}
 
-    async def list_events(exchange: HttpExchange) -> EventPage:
-        parameters = parse_query(exchange)
-        limit = parse_limit(parameters.get("limit", "100"), MAX_LOG_RECORDS)
-        query = EventQuery(limit, parameters.get("model", ""), parameters.get("stage", ""))
-        events = await control.api.list_events(query, auth.get_allowed_models(exchange))
-        return {
-            "events": [
-                {
-                    "id": event.id,
-                    "time": round(event.time, 3),
-                    "model": event.model,
-                    "version": event.version,
-                    "registration": event.registration,
-                    "stage": event.stage,
-                    "details": dict(event.details),
-                }
-                for event in events
-            ]
-        }
-
-    return [route("/logs", GET=list_records), route("/events", GET=list_events)]
+async def list_events(request: ManagementRequest) -> EventPage:
+    limit = parse_limit(request.query.get("limit", "100"), MAX_LOG_RECORDS)
+    query = EventQuery(limit, request.query.get("model", ""), request.query.get("stage", ""))
+    events = await request.control.api.list_events(query, request.allowed_models)
+    return {
+        "events": [
+            {
+                "id": event.id,
+                "time": round(event.time, 3),
+                "model": event.model,
+                "version": event.version,
+                "registration": event.registration,
+                "stage": event.stage,
+                "details": dict(event.details),
+            }
+            for event in events
+        ]
+    }
 
 
 def _parse_log_query(parameters: dict[str, str]) -> LogQuery:
@@ -105,3 +96,24 @@ def _parse_log_query(parameters: dict[str, str]) -> LogQuery:
         raise BadRequest(f"text has {len(text)} characters; it may have {_MAX_TEXT}.")
     limit = parse_limit(parameters.get("limit", "100"), MAX_LOG_RECORDS)
     return LogQuery(log, limit, level, parameters.get("model", ""), text)
+
+
+ENDPOINTS = (
+    get(
+        "/events",
+        "all_events",
+        "List events of models, newest first.",
+        EventPage,
+        query=EventListParameters,
+        call=list_events,
+    ),
+    get(
+        "/logs",
+        "logs",
+        "List records of a log, newest first.",
+        LogPage,
+        query=LogParameters,
+        call=list_records,
+        rights=("manage",),
+    ),
+)

@@ -1,34 +1,47 @@
-"""``/models/{model}/rollout``: progressive rollouts, with automatic rollback."""
+"""``/models/{model_name}/rollout``: progressive rollouts, with automatic rollback."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
 
-from starlette.routing import Route
-
-from serve_app.control.api import ControlPlane
-from serve_app.protocols.http import json_body
-from serve_app.protocols.http.exchange import HttpExchange
-from serve_app.protocols.management.routing import route
-
-_PATH = "/models/{model}/rollout"
-_Verb = Literal["pause", "resume", "abort"]
+from serve_app.control.api import RolloutAction
+from serve_app.domain.rollout import RolloutDocument, RolloutPlan
+from serve_app.protocols.http.endpoints import get, post
+from serve_app.protocols.http.json_errors import Status
+from serve_app.protocols.management.request import ManagementRequest
 
 
-def build_routes(control: ControlPlane, limit: int) -> list[Route]:
-    """Return the routes, which send the state of the rollout after the request.
+async def get_rollout(request: ManagementRequest, model_name: str) -> RolloutDocument:
+    return await request.control.api.get_rollout(model_name)
 
-    POST starts one from a document of at most ``limit`` bytes; POST of a verb pauses, resumes or aborts it.
-    """
 
-    async def start(exchange: HttpExchange, model: str) -> Any:
-        return await control.start_rollout(model, await json_body.read(exchange, limit))
+async def start(request: ManagementRequest, model_name: str) -> RolloutDocument:
+    return await request.control.start_rollout(model_name, await request.read_json())
 
-    async def update(exchange: HttpExchange, model: str, verb: _Verb) -> Any:
-        return await control.api.update_rollout(model, verb)
 
-    return [
-        route(_PATH, GET=lambda exchange, model: control.api.get_rollout(model), POST=start),
-        *(route(f"{_PATH}/{verb}", POST=partial(update, verb=verb)) for verb in get_args(_Verb)),
-    ]
+async def update(request: ManagementRequest, model_name: str, action: RolloutAction) -> RolloutDocument:
+    return await request.control.api.update_rollout(model_name, action)
+
+
+_PATH = "/models/{model_name}/rollout"
+_CHANGED = {200: RolloutDocument, 202: Status}
+_ACTIONS: dict[RolloutAction, str] = {
+    "pause": "Pause a rollout at its current share.",
+    "resume": "Resume a rollout.",
+    "abort": "Abort a rollout: the old version receives all requests again.",
+}
+ENDPOINTS = (
+    get(_PATH, "rollout", "Get a model's last rollout.", RolloutDocument, call=get_rollout),
+    post(_PATH, "start_rollout", "Start a rollout.", _CHANGED, (409,), RolloutPlan, call=start),
+    *(
+        post(
+            f"{_PATH}/{action}",
+            f"{action}_rollout",
+            summary,
+            _CHANGED,
+            (409,),
+            call=partial(update, action=action),
+        )
+        for action, summary in _ACTIONS.items()
+    ),
+)

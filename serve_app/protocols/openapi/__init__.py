@@ -1,41 +1,35 @@
-"""The HTTP API of each port as an OpenAPI 3.1 document; each protocol's endpoints have their own module."""
+"""The HTTP API of each port as an OpenAPI 3.1 document."""
 
 from __future__ import annotations
 
 from functools import cache
 
+from serve_app.protocols.management.metrics import METRICS
+from serve_app.protocols.management.routes import MANAGEMENT, REWARDS
 from serve_app.protocols.openapi.document import Document
-from serve_app.protocols.openapi.management import (
-    ADAPTERS,
-    DRIFT,
-    KEYS,
-    MODELS,
-    OPERATION,
-    REWARDS,
-    TRAFFIC,
-    WORKFLOWS,
-)
 from serve_app.protocols.openapi.open_inference import OPEN_INFERENCE
 from serve_app.protocols.openapi.openai import OPENAI, OPENAI_MODEL
-from serve_app.protocols.openapi.torchserve import ASYNC_PREDICTIONS, DESCRIPTION, HEALTH, INFERENCE, METRICS
+from serve_app.protocols.openapi.route import SELF_DESCRIPTION
+from serve_app.protocols.openapi.torchserve import ASYNC_PREDICTIONS, HEALTH, INFERENCE
+from serve_app.protocols.torchserve import openapi as torchserve
 
 
 @cache
 def inference(management: bool = False) -> Document:
     """Return the document of the inference port, with the ``management`` API if the port serves it, too."""
-    features = (TRAFFIC, DRIFT, ADAPTERS, WORKFLOWS, KEYS, OPERATION)
-    others = (MODELS, *features, METRICS) if management else (OPENAI_MODEL, REWARDS)
-    return Document(
-        "Torchrelay", INFERENCE, HEALTH, OPEN_INFERENCE, OPENAI, ASYNC_PREDICTIONS, *others, DESCRIPTION
-    )
+    others = (*MANAGEMENT, METRICS) if management else (OPENAI_MODEL, REWARDS)
+    apis = (INFERENCE, HEALTH, OPEN_INFERENCE, OPENAI, ASYNC_PREDICTIONS, *others)
+    described = torchserve.BOTH if management else torchserve.INFERENCE
+    return Document("Torchrelay", *apis, torchserve.describe_port(described), SELF_DESCRIPTION)
 
 
 @cache
 def management() -> Document:
-    features = (TRAFFIC, DRIFT, ADAPTERS, WORKFLOWS, KEYS, OPERATION)
-    return Document("Torchrelay: management", MODELS, *features, DESCRIPTION)
+    description = torchserve.describe_port(torchserve.MANAGEMENT)
+    return Document("Torchrelay: management", *MANAGEMENT, description, SELF_DESCRIPTION)
 
 
 @cache
 def metrics() -> Document:
-    return Document("Torchrelay: metrics", METRICS, DESCRIPTION)
+    description = torchserve.describe_port(torchserve.METRICS)
+    return Document("Torchrelay: metrics", METRICS, description, SELF_DESCRIPTION)

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 import serve_app
 from serve_app.domain.validation import documented
-from serve_app.protocols.openapi.endpoints import API, Content, Endpoint, StatusCode
+from serve_app.protocols.http.endpoints import API, Content, Endpoint, EndpointTable, StatusCode
 
 Json = dict[str, Any]
 Mode = Literal["validation", "serialization"]
@@ -88,15 +88,7 @@ class Document:
     def __init__(self, title: str, *apis: API) -> None:
         self._title = title
         self._apis = apis
-
-    @property
-    def methods(self) -> dict[str, list[str]]:
-        """The methods of each path."""
-        methods: dict[str, list[str]] = {}
-        for api in self._apis:
-            for path, endpoint in api.endpoints:
-                methods.setdefault(path, []).append(endpoint.method)
-        return methods
+        self.table = EndpointTable(apis)
 
     @cached_property
     def content(self) -> Json:
@@ -104,10 +96,10 @@ class Document:
         paths: Json = {}
         responses: Json = {}
         for api in self._apis:
-            for path, endpoint in api.endpoints:
-                path_item = paths.setdefault(path, {})
-                path_item[endpoint.method.lower()] = _render_endpoint(path, endpoint, api, schemas)
-                for status in api.errors.list_statuses(path, endpoint):
+            for endpoint in api.endpoints:
+                path_item = paths.setdefault(endpoint.path, {})
+                path_item[endpoint.method.lower()] = _render_endpoint(endpoint, api, schemas)
+                for status in api.errors.list_statuses(endpoint):
                     responses[f"{api.errors.kind.__name__}{status}"] = _render_error(status, api, schemas)
         tags = {api.tag: {"name": api.tag, "description": api.description} for api in self._apis}
         components = {
@@ -185,8 +177,8 @@ def _render_parameters(kind: type, location: str) -> list[Json]:
     ]
 
 
-def _render_endpoint(path: str, endpoint: Endpoint, api: API, schemas: _Schemas) -> Json:
-    names = re.findall(r"{(\w+)}", path)
+def _render_endpoint(endpoint: Endpoint, api: API, schemas: _Schemas) -> Json:
+    names = re.findall(r"{(\w+)}", endpoint.path)
     parameters = [item for item in _render_parameters(_PathParameters, "path") if item["name"] in names]
     for location, kind in (("query", endpoint.query), ("header", endpoint.headers)):
         if kind is not None:
@@ -206,7 +198,7 @@ def _render_endpoint(path: str, endpoint: Endpoint, api: API, schemas: _Schemas)
         document["deprecated"] = True
     errors = {
         str(status): {"$ref": f"#/components/responses/{api.errors.kind.__name__}{status}"}
-        for status in api.errors.list_statuses(path, endpoint)
+        for status in api.errors.list_statuses(endpoint)
     }
     successes = {
         str(status): _render_response(status, content, schemas)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve_app.protocols.http.exchange import InferenceHeaders
-from serve_app.protocols.openapi.endpoints import (
+from serve_app.protocols.http.endpoints import (
     API,
     NO_CONTENT,
     Content,
     Endpoint,
     ErrorFormat,
-    Paths,
     get,
     json,
     post,
 )
+from serve_app.protocols.http.exchange import InferenceHeaders
 from serve_app.protocols.openapi.torchserve import ASYNC_RESPONSE
 from serve_app.protocols.openinference.binary_codec import InferRequest, InferResponse, TensorHeaders
 from serve_app.protocols.openinference.errors import OpenInferenceError
@@ -37,20 +36,21 @@ _HANDLER_RESPONSE = json(OpenInferenceError, "The handler's own status.")
 _READINESS = {200: Readiness, 503: json(Readiness | OpenInferenceError, "Not ready.")}
 
 
-def _generate(id: str, summary: str, *media: str) -> list[Endpoint]:
+def _generate(path: str, id: str, summary: str, *media: str) -> Endpoint:
     types = {"application/json": GeneratedText, **dict.fromkeys(media, Any)}
     responses = {200: Content(types, from_model=True), "default": _HANDLER_RESPONSE}
     errors = (*_INFERENCE_ERRORS, 424)
-    return [post(id, summary, responses, errors, GenerateBody, headers=InferenceHeaders)]
+    return post(path, id, summary, responses, errors, GenerateBody, headers=InferenceHeaders)
 
 
-def _get(id: str, summary: str, responses: Any, *more_errors: int) -> list[Endpoint]:
-    return [get(id, summary, responses, (404, 503, *more_errors))]
+def _get(path: str, id: str, summary: str, responses: Any, *more_errors: int) -> Endpoint:
+    return get(path, id, summary, responses, (404, 503, *more_errors))
 
 
-def _model(path: str, suffix: str) -> Paths:
-    """Return the paths of a model or of one of its versions."""
+def _model(path: str, suffix: str) -> tuple[Endpoint, ...]:
+    """Return the endpoints of a model or of one of its versions."""
     infer = post(
+        f"{path}/infer",
         f"infer{suffix}",
         "Run an inference on tensors.",
         {
@@ -64,57 +64,61 @@ def _model(path: str, suffix: str) -> Paths:
         Content({"application/json": InferRequest, "application/octet-stream": Any}),
         headers=TensorHeaders,
     )
-    return {
-        path: _get(f"metadata{suffix}", "Get a model's versions, inputs and outputs.", ModelMetadata),
-        f"{path}/ready": _get(f"model_ready{suffix}", "Get the readiness.", _READINESS),
-        f"{path}/config": _get(
-            f"config{suffix}", "Get the configuration that Triton's clients read.", TritonModelConfig
+    return (
+        _get(path, f"metadata{suffix}", "Get a model's versions, inputs and outputs.", ModelMetadata),
+        _get(f"{path}/ready", f"model_ready{suffix}", "Get the readiness.", _READINESS),
+        _get(
+            f"{path}/config",
+            f"config{suffix}",
+            "Get the configuration that Triton's clients read.",
+            TritonModelConfig,
         ),
-        f"{path}/stats": _get(f"statistics{suffix}", "Get the statistics of a model.", Statistics, 501),
-        f"{path}/infer": [infer],
-        f"{path}/generate": _generate(f"generate{suffix}", "Complete a text."),
-        f"{path}/generate_stream": _generate(
-            f"generate_stream{suffix}", "Complete a text as a stream.", "text/event-stream"
+        _get(f"{path}/stats", f"statistics{suffix}", "Get the statistics of a model.", Statistics, 501),
+        infer,
+        _generate(f"{path}/generate", f"generate{suffix}", "Complete a text."),
+        _generate(
+            f"{path}/generate_stream",
+            f"generate_stream{suffix}",
+            "Complete a text as a stream.",
+            "text/event-stream",
         ),
-    }
+    )
 
 
+_REPOSITORY = "/v2/repository/models/{model_name}"
 OPEN_INFERENCE = API(
     "Open Inference Protocol",
     "Version 2, with binary tensors, model repository, statistics, model configuration and generated text.",
     ErrorFormat(OpenInferenceError, common=(400, 401, 403, 500)),
-    {
-        "/v2": _get("server", "Describe the server.", ServerMetadata),
-        "/v2/health/live": _get("v2_live", "Get the liveness.", Liveness),
-        "/v2/health/ready": _get("v2_ready", "Get the readiness of the server.", _READINESS),
-        "/v2/models/stats": _get("all_statistics", "Get the statistics of all models.", Statistics, 501),
-        **_model("/v2/models/{model_name}", ""),
-        **_model("/v2/models/{model_name}/versions/{model_version}", "_version"),
-        "/v2/repository/index": [
-            post(
-                "repository_index",
-                "List every version of every model with its state.",
-                list[RepositoryEntry],
-                body=json(IndexRequest, required=False),
-            )
-        ],
-        "/v2/repository/models/{model_name}/load": [
-            post(
-                "load",
-                "Start a model, or register the archive of its name.",
-                NO_CONTENT,
-                _CHANGE_ERRORS,
-                json(ModelLoadRequest, required=False),
-            )
-        ],
-        "/v2/repository/models/{model_name}/unload": [
-            post(
-                "unload",
-                "Remove a model's replicas; it stays registered.",
-                NO_CONTENT,
-                _CHANGE_ERRORS,
-                json(dict[str, Any], required=False),
-            )
-        ],
-    },
+    (
+        _get("/v2", "server", "Describe the server.", ServerMetadata),
+        _get("/v2/health/live", "v2_live", "Get the liveness.", Liveness),
+        _get("/v2/health/ready", "v2_ready", "Get the readiness of the server.", _READINESS),
+        _get("/v2/models/stats", "all_statistics", "Get the statistics of all models.", Statistics, 501),
+        *_model("/v2/models/{model_name}", ""),
+        *_model("/v2/models/{model_name}/versions/{model_version}", "_version"),
+        post(
+            "/v2/repository/index",
+            "repository_index",
+            "List every version of every model with its state.",
+            list[RepositoryEntry],
+            body=json(IndexRequest, required=False),
+        ),
+        post(
+            f"{_REPOSITORY}/load",
+            "load",
+            "Start a model, or register the archive of its name.",
+            NO_CONTENT,
+            _CHANGE_ERRORS,
+            json(ModelLoadRequest, required=False),
+        ),
+        post(
+            f"{_REPOSITORY}/unload",
+            "unload",
+            "Remove a model's replicas; it stays registered.",
+            NO_CONTENT,
+            _CHANGE_ERRORS,
+            json(dict[str, Any], required=False),
+        ),
+    ),
 )

@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from serve_app.protocols.http.endpoints import (
+    API,
+    NO_CONTENT,
+    Content,
+    Endpoint,
+    ErrorFormat,
+    get,
+    json,
+    post,
+)
 from serve_app.protocols.http.exchange import InferenceHeaders
 from serve_app.protocols.openai.embeddings import EmbeddingList, EmbeddingsBody
 from serve_app.protocols.openai.errors import OpenAIError
@@ -15,22 +25,12 @@ from serve_app.protocols.openai.inference import (
 )
 from serve_app.protocols.openai.model_ids import OpenAIModel
 from serve_app.protocols.openai.ranking import RerankBody, RerankList, ScoreBody, ScoreList
-from serve_app.protocols.openapi.endpoints import (
-    API,
-    NO_CONTENT,
-    Content,
-    Endpoint,
-    ErrorFormat,
-    get,
-    json,
-    post,
-)
 
 
-def _inference(id: str, summary: str, body: type, result: Content) -> list[Endpoint]:
+def _inference(path: str, id: str, summary: str, body: type, result: Content) -> Endpoint:
     responses = {200: result, "default": NO_CONTENT}
     errors = (400, 404, 410, 429, 503, 504, 507)
-    return [post(id, summary, responses, errors, body, headers=InferenceHeaders)]
+    return post(path, id, summary, responses, errors, body, headers=InferenceHeaders)
 
 
 _COMPLETION = Content(
@@ -40,32 +40,41 @@ OPENAI = API(
     "OpenAI",
     "OpenAI's API, for models whose handlers implement it.",
     ErrorFormat(OpenAIError, common=(401, 403, 500)),
-    {
-        "/v1/models": [
-            get("openai_models", "List the models, and the versions of those with several.", OpenAIModelList)
-        ],
-        "/v1/completions": _inference("completions", "Create a completion.", CompletionBody, _COMPLETION),
-        "/v1/chat/completions": _inference(
-            "chat_completions", "Create a chat completion.", ChatCompletionBody, _COMPLETION
+    (
+        get(
+            "/v1/models",
+            "openai_models",
+            "List the models, and the versions of those with several.",
+            OpenAIModelList,
         ),
-        "/v1/embeddings": _inference(
+        _inference("/v1/completions", "completions", "Create a completion.", CompletionBody, _COMPLETION),
+        _inference(
+            "/v1/chat/completions",
+            "chat_completions",
+            "Create a chat completion.",
+            ChatCompletionBody,
+            _COMPLETION,
+        ),
+        _inference(
+            "/v1/embeddings",
             "embeddings",
             "Create the embedding of each text.",
             EmbeddingsBody,
             json(EmbeddingList, from_model=True),
         ),
-        "/v1/rerank": _inference(
+        _inference(
+            "/v1/rerank",
             "rerank",
             "Rank documents by their relevance to a query.",
             RerankBody,
             json(RerankList, from_model=True),
         ),
-        "/v1/score": _inference(
-            "score", "Score pairs of texts.", ScoreBody, json(ScoreList, from_model=True)
+        _inference(
+            "/v1/score", "score", "Score pairs of texts.", ScoreBody, json(ScoreList, from_model=True)
         ),
-    },
+    ),
 )
 # The management API has this path, too, so it is added only to ports without that API.
 OPENAI_MODEL = replace(
-    OPENAI, paths={"/v1/models/{model_id}": [get("openai_model", "Get a model.", OpenAIModel, (503,))]}
+    OPENAI, endpoints=(get("/v1/models/{model_id}", "openai_model", "Get a model.", OpenAIModel, (503,)),)
 )

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import orjson
 
 from serve_app.errors import MethodNotAllowed
 from serve_app.protocols.http import json_errors
+from serve_app.protocols.http.endpoints import Content, get
 from serve_app.protocols.http.exchange import JSON, HttpExchange
 from serve_app.protocols.openapi.api_page import send_page
 from serve_app.protocols.openapi.document import Document
+from serve_app.protocols.torchserve.openapi import DESCRIPTION, OpenAPIDocument
+
+_PAGE = Content({"text/html; charset=utf-8": str})
+SELF_DESCRIPTION = replace(
+    DESCRIPTION,
+    endpoints=(
+        get("/openapi.json", "openapi", "Get this document.", OpenAPIDocument),
+        get("/docs", "api_page", "Get a page that shows this document and sends requests.", _PAGE),
+    ),
+)
 
 
 class OpenAPIRoutes:

@@ -34,7 +34,6 @@ from serve_app.protocols.http.exchange import (
 )
 from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
 from serve_app.protocols.http.sse import EVENT_STREAM, SSEStream
-from serve_app.protocols.management import experiments
 from serve_app.protocols.torchserve import form_data, openapi
 from serve_app.settings import Settings
 
@@ -77,7 +76,6 @@ class InferenceRoutes:
 
     def __init__(self, plane: DataPlane, settings: Settings, control: ControlPlane | None = None) -> None:
         self._plane = plane
-        self._control = control
         self._async = AsyncInterceptor(plane, control, settings)
         self._max_body_size = settings.inference.max_request_size
         self._max_form_fields = settings.inference.max_form_fields
@@ -125,8 +123,6 @@ class InferenceRoutes:
                 return self._kserve_v1
             case ["v2", "models", _, "explain"]:
                 return self._explain_v2
-            case ["experiments", _, "events"] if self._control is not None:
-                return self._record_rewards
             case ["models", _, "invoke"] | ["endpoints", _, "invocations"]:
                 return self._model_in_path
             case ["models", *_]:
@@ -312,16 +308,6 @@ class InferenceRoutes:
         events = SSEStream(stream, orjson.dumps({"request_id": id, "version": head.version}), encode_error)
         await exchange.send_stream(
             json_errors.clamp_status(head.status), headers, ResponseStream(head, events)
-        )
-
-    async def _record_rewards(self, exchange: HttpExchange) -> None:
-        """Record rewards of experiments on the inference port, so that applications need no other key."""
-        assert self._control is not None
-        if exchange.method != "POST":
-            raise MethodNotAllowed()
-        id, limit = exchange.segments[1], self._max_body_size
-        await json_errors.send_json(
-            exchange, await experiments.record_rewards(exchange, self._control, id, limit)
         )
 
     async def _ping(self, exchange: HttpExchange) -> None:

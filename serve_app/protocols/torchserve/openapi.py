@@ -11,15 +11,29 @@ The documents have the parts in place of the references, as TorchServe's have.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import orjson
+from typing_extensions import NotRequired, TypedDict
 
 import serve_app
+from serve_app.protocols.http.endpoints import API, Call, Endpoint, get, options
+from serve_app.protocols.http.json_errors import NO_ERRORS
 
 Json = dict[str, Any]
+
+
+class OpenAPIDocument(TypedDict):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: NotRequired[dict[str, Any]]
+
 
 _SOURCE: Json = orjson.loads(Path(__file__).with_name("openapi.json").read_bytes())
 
@@ -100,3 +114,39 @@ def describe_model_management(model: str) -> Json:
     """Return the document of a model's routes on the management port."""
     title = f"RESTful Management API for: {model}"
     return _document({"title": title}, "model_management", "traffic")
+
+
+def describe_path(
+    path: str, id: str, call: Call | None = None, errors: tuple[int, ...] = (), query: type | None = None
+) -> Endpoint:
+    """Return the endpoint that describes the routes of a model."""
+    summary = "Describe the model's API."
+    return options(path, id, summary, OpenAPIDocument, errors, query=query, call=call)
+
+
+DESCRIPTION = API("Description", "The descriptions of the port's API.", NO_ERRORS, ())
+
+
+def describe_port(document: Json) -> API:
+    """Return the API that serves TorchServe's document of a port, without a key."""
+
+    async def describe(request: Any) -> Json:
+        return document
+
+    summary = "Get TorchServe's own document."
+    return replace(
+        DESCRIPTION,
+        endpoints=(
+            options("/", "described", summary, OpenAPIDocument, call=describe),
+            get(
+                "/api-description",
+                "described_at_length",
+                summary,
+                OpenAPIDocument,
+                deprecated=True,
+                call=describe,
+                rights=(),
+                other_methods="same",
+            ),
+        ),
+    )

@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from schemathesis.checks import CHECKS
 
-from serve_app.control.api import ControlPlane
 from serve_app.control.rollouts import state_machine
 from serve_app.domain import tensors
 from serve_app.domain.async_prediction import AsyncPrediction
@@ -29,9 +28,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.rollout import Rollout, RolloutPlan
 from serve_app.protocols import openapi
 from serve_app.protocols.http_app import metrics_app
-from serve_app.protocols.torchserve.management import ManagementRoutes
 from serve_app.settings import ManagementSettings, Settings
-from tests.support.protocol_fakes import FakeControlAPI
 
 pytestmark = pytest.mark.integration
 
@@ -95,10 +92,8 @@ def candidate_paths() -> set[tuple[str, ...]]:
                 ):
                     if isinstance(key, str) and re.fullmatch("[a-z-]+", key):
                         paths_found |= {(key, *rest) for rest in ((), ("m",), ("m", "1.0"))}
-    for pattern in ManagementRoutes(
-        ControlPlane(FakeControlAPI(), Settings(), lambda: None), Settings()
-    ).paths:
-        paths_found.add(tuple(re.sub(r"{\w+}", "m", pattern).strip("/").split("/")))
+    for endpoint in openapi.management().table.endpoints:
+        paths_found.add(tuple(re.sub(r"{\w+}", "m", endpoint.path).strip("/").split("/")))
     prefixes = [
         (),
         ("v1",),

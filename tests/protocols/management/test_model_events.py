@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.control.lifecycle_events import EventLog
 from serve_app.errors import ModelNotFound
-from serve_app.protocols.torchserve import events as route
+from serve_app.protocols.management import model_events
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_failure_ends_it_with_its_traceback(app) -> None:
 
 
 def test_comment_is_sent_while_idle(app, monkeypatch) -> None:
-    monkeypatch.setattr(route, "HEARTBEAT_INTERVAL_S", 0.001)
+    monkeypatch.setattr(model_events, "HEARTBEAT_INTERVAL_S", 0.001)
     waits = 0
     reported = app.control_api.poll_events
 
