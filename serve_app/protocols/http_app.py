@@ -38,8 +38,7 @@ from serve_app.protocols.http.server.callback_app import CallbackApp, CallbackRo
 from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.management.metrics import MetricsRoutes, Render
 from serve_app.protocols.management.routes import REWARDS, ManagementRoutes
-from serve_app.protocols.openai.embedding_route import EmbeddingRoute
-from serve_app.protocols.openai.inference import OpenAIRoutes
+from serve_app.protocols.openai.inference import EmbeddingRoute, OpenAIRoutes
 from serve_app.protocols.openapi.route import OpenAPIRoutes
 from serve_app.protocols.openinference.rest import OpenInferenceRoutes
 from serve_app.protocols.torchserve.inference import InferenceRoutes

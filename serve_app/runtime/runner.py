@@ -36,9 +36,8 @@ from serve_app.domain.signature import Signature
 from serve_app.errors import BadRequest, HandlerOutOfMemory, RelayError, StartFailed, StartOutOfMemory
 from serve_app.runtime import codec
 from serve_app.runtime.adapters import HandlerAdapters
-from serve_app.runtime.batch_execution import BatchExecution, format_traceback, is_out_of_memory
+from serve_app.runtime.batch_execution import BatchExecution, DecodeStep, format_traceback, is_out_of_memory
 from serve_app.runtime.batching.pending_request import Emit
-from serve_app.runtime.decode_step import DecodeStep
 from serve_app.runtime.host import cpu_affinity, malloc, thread_limits
 from serve_app.runtime.tensor_codec import TensorRowCodec
 from serve_app.settings import RuntimeSettings
