@@ -51,7 +51,7 @@ class Gateway:
         self._access = access_log.access_log(settings)
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
         self._control_client = ControlClient(self._management_client.management)
-        self._control = ControlPlane(self._control_client.api, settings, lambda: self._plane.access)
+        self._control = ControlPlane(self._control_client, settings, lambda: self._plane.access)
         context = await asyncio.to_thread(tls.grpc_context, settings)
         self._management_client.start()
         await self._management_client.wait_for_table(timeout=60)

@@ -163,7 +163,7 @@ class Management:
             await self._jwk_set.refresh()
         self._state.publish()  # before any request: the table holds the access rules
         await self._async_predictions.load()
-        control = ControlPlane(self._dispatcher.api, settings, lambda: self._table_publisher.table.access)
+        control = ControlPlane(self._dispatcher, settings, lambda: self._table_publisher.table.access)
         self._listeners = ManagementListeners(control, settings, self._meters, self._cluster_metrics.render)
         await self._listeners.open(inference_port, management_tls, grpc_credentials)
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
@@ -427,7 +427,7 @@ class Management:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], actor: Actor
     ) -> Any:
         """Return the result of a control-plane method; a RelayError is returned, not raised."""
-        return await self._dispatcher.call(name, args, kwargs, actor)
+        return await self._dispatcher.dispatch(name, args, kwargs, actor)
 
     async def check_health(self) -> None:
         for task in self._tasks:

@@ -65,7 +65,7 @@ class Control:
         """Replace a key, without a change of the registry."""
 
     async def call(self, name: str, *args: Any, actor: Actor = OPS) -> Any:
-        return await self.dispatcher.call(name, args, {}, actor)
+        return await self.dispatcher.dispatch(name, args, {}, actor)
 
     async def records(self, **query: Any) -> list[dict[str, Any]]:
         return [dict(record) for record in await self.trail.list_audit_records(AuditQuery(**query), ("*",))]

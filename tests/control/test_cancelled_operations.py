@@ -25,6 +25,7 @@ from serve_app.control.api import ControlPlane
 from serve_app.control.drift.store import DriftStore, to_document
 from serve_app.control.experiments.registry_changes import start as start_experiment
 from serve_app.control.experiments.registry_changes import stop as stop_experiment
+from serve_app.control.operations import OPERATIONS as NAMES
 from serve_app.control.persistence.schema import EXPERIMENT_STATS
 from serve_app.control.registry import Registry
 from serve_app.control.rollouts.registry_changes import start as start_rollout
@@ -34,7 +35,6 @@ from serve_app.dataplane.capture.recorder import CaptureReport
 from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
 from serve_app.dataplane.shadow.mirror import ShadowPair
 from serve_app.dataplane.shadow.stats import ShadowStats
-from serve_app.deployments.transport.control_rpc import METHODS
 from serve_app.domain import traffic_policy, workflow_graph
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.api_key import KeyRequest, StoredKey
@@ -325,7 +325,7 @@ def fast_rounds(monkeypatch: pytest.MonkeyPatch, fast_commits: None) -> None:
 
 def test_every_operation_is_cancelled_here() -> None:
     validated = {name for name, method in vars(ControlPlane).items() if inspect.iscoroutinefunction(method)}
-    assert OPERATIONS.keys() == METHODS | validated
+    assert OPERATIONS.keys() == NAMES | validated
 
 
 @pytest.mark.parametrize(("executor", "repeatedly"), [(FinishedExecutor, False), (QueuedExecutor, True)])

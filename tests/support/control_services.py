@@ -193,7 +193,7 @@ class ControlServices:
             metrics,
             trail=self.trail,
         )
-        self.control = ControlPlane(dispatcher.api, settings)
+        self.control = ControlPlane(dispatcher, settings)
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.control.api import ControlAPI
 from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.control.operations import ControlAPI
 from serve_app.domain.audit import AuditQuery
 from serve_app.domain.model import (
     EventQuery,
@@ -176,7 +176,7 @@ class RecordingAccessLog:
         self.lines.append(line)
 
 
-class FakeControlAPI:
+class FakeControlAPI(ControlAPI):
     """A control API in memory: the URL of an archive is ``NAME-VERSION.mar``.
 
     With an ``ingestor`` it reads real archives.
@@ -253,8 +253,9 @@ class FakeControlAPI:
         min_workers: int | None,
         max_workers: int | None,
         wait: bool,
-        *scaling: Any,
+        autoscaling: Mapping[str, Any] | None = None,
     ) -> ScalingProgress:
+        scaling = [] if autoscaling is None else [autoscaling]
         self.operations.append(("scale", model, version, min_workers, max_workers, wait, *scaling))
         spec = self._spec(model, version)
         min_workers, max_workers = (
@@ -293,16 +294,10 @@ class FakeControlAPI:
             raise self.metadata
         return self.metadata
 
-    def __getattr__(self, operation: str) -> Callable[..., Awaitable[dict]]:
-        """Return a recording stub for the operations of other features; its result is empty."""
-        if operation not in vars(ControlAPI):
-            raise AttributeError(operation)
-
-        async def response(*args: Any) -> dict:
-            self.operations.append((operation, *args))
-            return {}
-
-        return response
+    async def _invoke(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Record an operation of another feature; its result is empty."""
+        self.operations.append((name, *args))
+        return {}
 
     async def register_workflow(self, registration: Registration, graph: WorkflowGraph | None) -> ModelRef:
         self.operations.append(("register_workflow", registration, graph))

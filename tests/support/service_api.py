@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.control import registry_changes
-from serve_app.control.api import ControlAPI
 from serve_app.control.metric_store import MetricStore
+from serve_app.control.operations import OPERATIONS
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import Registry
 from serve_app.control.replica_health import HealthTracker
@@ -21,8 +21,6 @@ from serve_app.domain.access import AccessTable
 from serve_app.domain.model import ModelSpec
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from tests.support.openapi_checks import assert_described
-
-METHODS = {name for name in vars(ControlAPI) if not name.startswith("_")}
 
 
 class ServiceApi:
@@ -81,7 +79,7 @@ class ServiceApi:
     def open_port(self, access: AccessTable | None) -> None:
         app = self._management(access=access)
         app.loop = self.loop
-        for method in METHODS & set(vars(type(self.owner))):
+        for method in OPERATIONS & set(vars(type(self.owner))):
             setattr(app.control_api, method, getattr(self.owner, method))
         self._app = app
 

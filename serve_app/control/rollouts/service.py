@@ -9,8 +9,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-from serve_app.control.api import RolloutAction
 from serve_app.control.metric_store import MetricStore
+from serve_app.control.operations import RolloutAction
 from serve_app.control.registry import Registry, find_version
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.rollouts import gauges, registry_changes, state_machine

@@ -104,7 +104,7 @@ class ServingProcess(ABC):
 
     def __serve_build_asgi_app__(self) -> Any:
         # Asynchronous predictions are submitted here too, and the route of fast_path oip returns statistics.
-        api = ControlClient(self._management_client.management).api
+        api = ControlClient(self._management_client.management)
         control = ControlPlane(api, self._settings, lambda: self._plane.access)
         app = inference_app(self._plane, self._settings, self._meters, self._access, control)
         ray_bypass.set_app(app, self._settings.inference.max_request_size, app.callback_app)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from serve_app.control.api import RolloutAction
+from serve_app.control.operations import RolloutAction
 from serve_app.domain.rollout import RolloutDocument, RolloutPlan
 from serve_app.protocols.http.endpoints import get, post
 from serve_app.protocols.http.json_errors import Status

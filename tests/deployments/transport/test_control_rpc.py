@@ -1,4 +1,4 @@
-"""The RPC between gateways and Management: every method of the protocol, and errors as values."""
+"""The RPC between gateways and Management: every operation, and errors as values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from serve_app.control.adapters import AdapterService
-from serve_app.control.api import ControlAPI
 from serve_app.control.async_predictions.service import AsyncPredictionService
 from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
@@ -17,17 +16,15 @@ from serve_app.control.drift.service import DriftService
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.keys.service import KeyService
 from serve_app.control.models import ModelService
+from serve_app.control.operations import OPERATIONS, ControlAPI
 from serve_app.control.rollouts.service import RolloutService
 from serve_app.control.shadow.service import ShadowService
 from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
-from serve_app.deployments.transport.control_rpc import METHODS, ControlClient, ControlDispatcher
+from serve_app.deployments.transport.control_rpc import ControlClient, ControlDispatcher
 from serve_app.domain.audit import Actor
 from serve_app.errors import ModelNotFound
 from serve_app.telemetry.audit_log import get_actor, set_actor
-
-PROTOCOL = {name: method for name, method in vars(ControlAPI).items() if not name.startswith("_")}
-
 
 SERVICES = (
     AuditTrail,
@@ -45,16 +42,12 @@ SERVICES = (
 )
 
 
-def test_the_rpc_has_the_methods_of_the_protocol() -> None:
-    assert PROTOCOL.keys() | {"render"} == METHODS
-
-
-@pytest.mark.parametrize("name", sorted(PROTOCOL))
-def test_one_service_takes_as_many_parameters_as_the_protocol(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_one_service_takes_as_many_parameters_as_the_operation(name: str) -> None:
     [method] = [vars(service)[name] for service in SERVICES if hasattr(service, name)]
     assert inspect.iscoroutinefunction(method)
     implemented = list(inspect.signature(method).parameters.values())
-    declared = list(inspect.signature(PROTOCOL[name]).parameters.values())
+    declared = list(inspect.signature(getattr(ControlAPI, name)).parameters.values())
     assert [p.default for p in implemented] == [p.default for p in declared]
 
 
@@ -75,19 +68,19 @@ class Management:
         self._dispatcher = dispatcher
 
     async def remote(self, name: str, args: Any, kwargs: Any, actor: Actor) -> Any:
-        return await asyncio.create_task(self._dispatcher.call(name, args, kwargs, actor))
+        return await asyncio.create_task(self._dispatcher.dispatch(name, args, kwargs, actor))
 
 
 def test_results_come_back_and_errors_are_raised_in_the_client() -> None:
     async def main() -> None:
         dispatcher = ControlDispatcher(Models())
         client = ControlClient(Management(dispatcher))
-        assert await dispatcher.api.describe("m", "2") == "m 2 for anonymous"
+        assert await dispatcher.describe("m", "2") == "m 2 for anonymous"
         set_actor(Actor("ops"))
-        assert await client.api.describe("m", version="1") == "m 1 for ops"
+        assert await client.describe("m", version="1") == "m 1 for ops"
         with pytest.raises(ModelNotFound):
-            await client.api.describe("n", None)
-        with pytest.raises(AttributeError):  # a public method of a service, and not of the protocol
-            await dispatcher.call("close", (), {}, Actor())
+            await client.describe("n", None)
+        with pytest.raises(KeyError):  # a public method of a service, and no operation
+            await dispatcher.dispatch("close", (), {}, Actor())
 
     asyncio.run(main())
