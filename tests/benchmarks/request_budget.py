@@ -131,7 +131,7 @@ async def _measure_traces(name: str, connections: int, requests: int) -> float:
     tracer = tracing._tracer
     assert tracer is not None
     differences, export = [], 0.0
-    async with _loaded(name, connections, True, False) as load:
+    async with open_connections(name, connections, True, False) as load:
         await load.run(requests // 10)
         for part in range(requests // (2 * _PART)):
             seconds = {}
@@ -164,7 +164,7 @@ async def _measure_capture(name: str, connections: int, requests: int, share: fl
         policy, ref = CapturePolicy(sample=share), ModelRef(name, "1.0")
         recorder = CaptureRecorder(ref, "", policy, Path(folder), "benchmark")
         differences = []
-        async with _loaded(name, connections, True, False) as load:
+        async with open_connections(name, connections, True, False) as load:
             limit = load.backends[ref.name, ref.version]
             await load.run(requests // 10)
             for _ in range(requests // (2 * _TURN)):
@@ -189,7 +189,7 @@ async def _measure_capture(name: str, connections: int, requests: int, share: fl
 async def _measure(
     name: str, connections: int, requests: int, callbacks: bool, key: bool
 ) -> dict[str, float]:
-    async with _loaded(name, connections, callbacks, key) as load:
+    async with open_connections(name, connections, callbacks, key) as load:
         await load.run(requests // 10)
         before = _thread_seconds()
         sent, admitted = await load.run(requests)
@@ -202,7 +202,7 @@ async def _measure(
 
 
 @asynccontextmanager
-async def _loaded(name: str, connections: int, callbacks: bool, key: bool) -> AsyncIterator[Load]:
+async def open_connections(name: str, connections: int, callbacks: bool, key: bool) -> AsyncIterator[Load]:
     """Yield the connections to a replica's application in this process."""
     thread, meters, model = HandlerThread(), Meters(torchserve.create_recorders(Settings())), MODELS[name]
     spec = ModelSpec(name, "1.0", f"{name}.mar", "", f"{name}.mar", batch_size=model.batch_size)
