@@ -18,7 +18,7 @@ from serve_app.domain import limits, validation
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain.access import KeyLimits
 from serve_app.domain.key_settings import JwtSettings, KeySettings
-from serve_app.domain.pool_settings import PoolName, PoolSettings
+from serve_app.domain.pool import PoolName, PoolSettings
 from serve_app.errors import BadRequest, ConfigurationError
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from typer.main import get_command
 from serve_app import __version__
 from serve_app.cli.app import app
 from serve_app.domain.model import ModelSpec
-from serve_app.domain.pool_settings import PoolSettings
+from serve_app.domain.pool import PoolSettings
 from serve_app.model_store.archive import ModelConfig
 from serve_app.settings import Settings
 

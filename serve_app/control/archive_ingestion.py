@@ -18,8 +18,7 @@ from serve_app.domain import limits
 from serve_app.domain.access import matches
 from serve_app.domain.adapter import AdapterRequest, AdapterSpec
 from serve_app.domain.model import VERSION, ModelRef, ModelSpec, Registration, check_name, check_word
-from serve_app.domain.pool import check_pool_name
-from serve_app.domain.pool_settings import PoolSettings
+from serve_app.domain.pool import PoolSettings, check_pool_name
 from serve_app.domain.urls import redact_url
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import (

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+import pydantic
 
 from serve_app.domain.model import ModelRef
 from serve_app.domain.rendezvous import rank_replicas
+from serve_app.domain.validation import STRICT
 
 # The model name of all pools; no model has it, because names do not begin with a period.
 POOLS = ".pool"
@@ -27,6 +30,22 @@ def check_pool_name(name: str) -> str:
             f"{name!r} cannot be a pool's name: at most 63 letters, digits and any of _ . -, without --"
         )
     return name
+
+
+PoolName = Annotated[str, pydantic.AfterValidator(check_pool_name)]
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """A pool: a number of hosts, the processes that load its versions on demand."""
+
+    __pydantic_config__ = STRICT
+
+    memory: Annotated[int, pydantic.Field(gt=0)] = 2048  # MiB of loaded versions in each host
+    hosts: Annotated[int, pydantic.Field(gt=0)] = 1
+    num_gpus: Annotated[float, pydantic.Field(ge=0)] = 0.0  # that each host claims
+    num_cpus: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    allowed_models: tuple[str, ...] = ("*",)  # patterns; versions of a pool can read each other's memory
 
 
 def pool_ref(name: str) -> ModelRef:

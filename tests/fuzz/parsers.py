@@ -32,7 +32,7 @@ from serve_app.domain import (
     traffic_policy,
     workflow_graph,
 )
-from serve_app.domain.pool_settings import PoolSettings
+from serve_app.domain.pool import PoolSettings
 from serve_app.domain.validation import DocumentError
 from serve_app.errors import InvalidArchive
 from serve_app.model_store import workflow_archive

@@ -94,6 +94,15 @@ def test_a_manifest_that_is_none_is_refused(write, text):
         read(directory)
 
 
+def test_a_configuration_is_read_once(write, caplog):
+    directory = write(MODEL | {"configFile": "c.yaml"}, {"c.yaml": "batchSize: many\nmaxWorkers: 2"})
+    archive = read(directory)
+    assert archive.config.max_workers == 2
+    (directory / "c.yaml").write_text("maxWorkers: 3")
+    assert check_model(archive).max_workers == 2
+    assert len(caplog.messages) == 1, "the warning of the invalid batchSize"
+
+
 def refused(directory: Path, *words: str, **changes) -> None:
     with pytest.raises(InvalidArchive) as error:
         check_model(renamed(read(directory), **changes))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from serve_app.control.registry import DesiredState
 from serve_app.control.replica_health import ObservedApp
 from serve_app.domain.model import ModelRef, ModelSpec, ReplicaInfo
-from serve_app.domain.pool import POOLS, HostReport, LoadedVersion, pool_ref
-from serve_app.domain.pool_settings import PoolSettings
+from serve_app.domain.pool import POOLS, HostReport, LoadedVersion, PoolSettings, pool_ref
 from serve_app.settings import Settings
 
 # Shares of the time in which a version's handler runs, in the mean of its hosts.

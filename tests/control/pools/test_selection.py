@@ -11,7 +11,7 @@ import yaml
 
 from serve_app.control.archive_ingestion import build_spec
 from serve_app.domain.model import ModelSpec, Registration
-from serve_app.domain.pool_settings import PoolSettings
+from serve_app.domain.pool import PoolSettings
 from serve_app.errors import BadRequest, CannotBePooled, ConfigurationError
 from serve_app.model_store.archive import Archive, Manifest, ModelConfig
 from serve_app.settings import RuntimeSettings, Settings

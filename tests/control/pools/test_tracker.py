@@ -10,8 +10,7 @@ from serve_app.control.registry import Registry, TableBuilder, desired_states
 from serve_app.control.registry_changes import register
 from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.domain.model import ModelRef, ModelSpec, ReplicaInfo
-from serve_app.domain.pool import HostReport, LoadedVersion, rank_hosts
-from serve_app.domain.pool_settings import PoolSettings
+from serve_app.domain.pool import HostReport, LoadedVersion, PoolSettings, rank_hosts
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.settings import RuntimeSettings, Settings
 
