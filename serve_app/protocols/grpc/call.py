@@ -108,13 +108,14 @@ class GrpcCall:
         self._trailers = [("x-request-id", self.request_id)]
         self.finish()  # calls that the server itself ends have the id, too
 
-    def start_next_request(self) -> None:
-        """Assign a new request id, for the next request of a stream.
-
-        Raises AccessDenied: the key may have expired or been revoked since the last request.
-        """
+    def start_next_request(self) -> str:
+        """Assign a new request id, for the next request of a stream, and return it."""
         self.request_id = uuid4()
         self._trailers = [("x-request-id", self.request_id)]
+        return self.request_id
+
+    def renew_grant(self) -> None:
+        """Look up the grant of the key again, which may have expired or been revoked. Raises AccessDenied."""
         self.grant = self.find_grant()
 
     def check_model(self, model: str) -> None:

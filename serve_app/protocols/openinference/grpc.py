@@ -150,8 +150,9 @@ class OpenInferenceService:
         Each chunk that a handler streams is a response.
         """
         async for message in requests:
+            call.start_next_request()
             try:
-                call.start_next_request()
+                call.renew_grant()
                 await self._write_responses(message, call)
             except Exception as error:
                 call.record_error(error)

@@ -156,8 +156,9 @@ class InferenceService:
 
     async def _process_one(self, request: inference.PredictionsRequest, rpc: GrpcCall, write: Write) -> None:
         sequence_id = request.sequence_id
+        request_id = rpc.start_next_request()  # later requests of the stream have others
         try:
-            rpc.start_next_request()
+            rpc.renew_grant()
             if not sequence_id and not self._is_true(request, self._runtime.header_key_sequence_start):
                 raise MissingParameter("sequenceId")
             await self._write_chunks(
@@ -165,7 +166,7 @@ class InferenceService:
             )
         except Exception as error:
             rpc.record_error(error)
-            await write(self._error_message(sequence_id, error, rpc))
+            await write(self._error_message(sequence_id, error, rpc, request_id))
 
     def _to_request(self, request: inference.PredictionsRequest, rpc: GrpcCall) -> InferenceRequest:
         if not request.model_name:
@@ -223,16 +224,15 @@ class InferenceService:
             await response.aclose()
 
     def _error_message(
-        self, sequence_id: str, error: Exception, rpc: GrpcCall
+        self, sequence_id: str, error: Exception, rpc: GrpcCall, request_id: str
     ) -> inference.PredictionResponse:
         """Return an error as one message of a stream; its details hold what trailing metadata would."""
         message = inference.PredictionResponse(sequence_id=sequence_id)
         status = message.status
         status.code = find_status_code(error, self._dialect.table).value[0]
         status.message = self._dialect.details(error, rpc)[:MAX_DETAILS]
-        status.details.add().Pack(
-            ErrorInfo(reason=get_reason(error), domain="torchrelay", metadata=rpc.trailers)
-        )
+        metadata = {**rpc.trailers, "x-request-id": request_id}
+        status.details.add().Pack(ErrorInfo(reason=get_reason(error), domain="torchrelay", metadata=metadata))
         return message
 
 
