@@ -88,12 +88,6 @@ def test_an_unknown_name_is_an_import_error() -> None:
         from torchrelay import Model  # noqa: F401
 
 
-def test_a_removed_name_is_an_import_error_with_its_replacement() -> None:
-    message = "GrpcClient was removed from torchrelay; use stubs generated from the .proto files"
-    with pytest.raises(ImportError, match=message):
-        from torchrelay import GrpcClient  # noqa: F401
-
-
 @pytest.mark.parametrize(
     ("name", "missing", "extra"),
     [

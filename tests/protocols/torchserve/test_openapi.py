@@ -167,7 +167,7 @@ def test_every_management_route_is_served(management) -> None:
     for name, route, _, _ in operations(openapi.MANAGEMENT):
         method, path = route.split()
         if path in ("/metrics", "/token", "/models/{model_name}/events"):
-            continue  # on its own port; only where keys are wanted; see test_events.py
+            continue  # on its own port; only where keys are wanted; see test_model_events.py
         app.control_api.specs.clear()
         app.control_api.put(ModelSpec("m", "1.0", "m.mar", "sha256", "archive"))
         path = path.replace("{model_name}", "m").replace("{model_version}", "1.0")
