@@ -17,7 +17,7 @@ import pydantic
 from serve_app.domain import limits, validation
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain.access import KeyLimits
-from serve_app.domain.key_settings import JwtSettings, KeySettings
+from serve_app.domain.access_settings import JwtSettings, KeySettings
 from serve_app.domain.pool import PoolName, PoolSettings
 from serve_app.errors import BadRequest, ConfigurationError
 

@@ -21,8 +21,8 @@ from serve_app.control.registry_changes import register
 from serve_app.control.replica_health import HealthTracker, ObservedApp
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
+from serve_app.dataplane.access_limits import KeyLimiter
 from serve_app.dataplane.data_plane import DataPlane, DataPlaneLimits, RoutingTableReader
-from serve_app.dataplane.key_limits import KeyLimiter
 from serve_app.deployments.serving_process.adapters import ReplicaAdapters
 from serve_app.domain.access import ROLES, KeyGrant, KeyLimits
 from serve_app.domain.adapter import AdapterSpec

@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.control.operations import ControlAPI
+from serve_app.domain import access_keys as api_keys
 from serve_app.domain import adapter as adapters
-from serve_app.domain import api_key as api_keys
 from serve_app.domain import experiment as experiments
 from serve_app.domain import limits
 from serve_app.domain import rollout as rollouts
 from serve_app.domain import traffic_policy as policies
 from serve_app.domain import workflow_graph as graphs
 from serve_app.domain.access import AccessTable, KeyGrant, matches
+from serve_app.domain.access_keys import NewKeyDocument
 from serve_app.domain.adapter import AdapterDocument
-from serve_app.domain.api_key import NewKeyDocument
 from serve_app.domain.experiment import (
     ExperimentDocument,
     ExperimentSummary,

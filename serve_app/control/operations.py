@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from serve_app.domain.access import KeyGrant
+from serve_app.domain.access_keys import KeyDocument, KeyRequest, NewKeyDocument, RotationRequest
 from serve_app.domain.adapter import AdapterDocument, AdapterRequest
-from serve_app.domain.api_key import KeyDocument, KeyRequest, NewKeyDocument, RotationRequest
 from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
 from serve_app.domain.audit import AuditDocument, AuditQuery
 from serve_app.domain.capture import DriftDocument

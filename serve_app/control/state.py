@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from serve_app.control import registry_changes
-from serve_app.control.api_keys import ApiKeys
+from serve_app.control.access_keys import ApiKeys
 from serve_app.control.audit import AuditTrail
 from serve_app.control.cancellation import run_to_end
 from serve_app.control.persistence.database import Database

@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Protocol
 
 from serve_app.dataplane import workflow_signature
+from serve_app.dataplane.access_limits import Admission, KeyLimiter, count_rows, counts_tokens
 from serve_app.dataplane.experiment_collector import ExperimentCollector
-from serve_app.dataplane.key_limits import Admission, KeyLimiter, count_rows, counts_tokens
 from serve_app.dataplane.routing import version_router
 from serve_app.dataplane.routing.version_router import VersionSelection
 from serve_app.dataplane.running_request import RequestRecorder, RunningRequest

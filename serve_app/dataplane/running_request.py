@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from serve_app.dataplane.access_limits import Admission, charge_tokens
 from serve_app.dataplane.experiment_collector import ExperimentCollector
-from serve_app.dataplane.key_limits import Admission, charge_tokens
 from serve_app.dataplane.routing.version_router import VersionSelection
 from serve_app.dataplane.shadow.mirror import ShadowMirror
 from serve_app.domain.request import (

@@ -15,9 +15,12 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
+from serve_app.control.access.jwks import JwkSetSource
+from serve_app.control.access.service import KeyService
+from serve_app.control.access.store import KeyStore
+from serve_app.control.access_keys import ApiKeys, create_keys
 from serve_app.control.adapters import AdapterService
 from serve_app.control.api import ControlPlane
-from serve_app.control.api_keys import ApiKeys, create_keys
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.async_predictions.blob_store import BlobStore
 from serve_app.control.async_predictions.service import AsyncPredictionService
@@ -29,9 +32,6 @@ from serve_app.control.drift.service import DriftService
 from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.gauge_export import export_periodically
 from serve_app.control.key_shares import KeyShares
-from serve_app.control.keys.jwks import JwkSetSource
-from serve_app.control.keys.service import KeyService
-from serve_app.control.keys.store import KeyStore
 from serve_app.control.lifecycle_events import EventLog
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.models import DescribeHandler, ModelService

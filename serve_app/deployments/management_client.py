@@ -12,10 +12,10 @@ from typing import Any
 
 from ray import serve
 
+from serve_app.dataplane.access_limits import SHARE_PERIOD_S, KeyLimiter
 from serve_app.dataplane.count_journal import CountJournal, abandoned_reports
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.dataplane.experiment_collector import replay
-from serve_app.dataplane.key_limits import SHARE_PERIOD_S, KeyLimiter
 from serve_app.deployments.ray_internals.actor_classes import bound_actor_classes
 from serve_app.domain.routing_table import TableDelta
 from serve_app.protocols.http import json_web_tokens

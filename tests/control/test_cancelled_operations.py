@@ -36,8 +36,8 @@ from serve_app.dataplane.experiment_collector import ArmStats, ExperimentReport
 from serve_app.dataplane.shadow.mirror import ShadowPair
 from serve_app.dataplane.shadow.stats import ShadowStats
 from serve_app.domain import traffic_policy, workflow_graph
+from serve_app.domain.access_keys import KeyRequest, StoredKey
 from serve_app.domain.adapter import AdapterSpec
-from serve_app.domain.api_key import KeyRequest, StoredKey
 from serve_app.domain.async_prediction import StoredRequest
 from serve_app.domain.audit import AuditQuery
 from serve_app.domain.drift_window import FeatureWindow

@@ -8,9 +8,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from serve_app.control.access.service import KeyService
+from serve_app.control.access.store import KeyStore
+from serve_app.control.access_keys import ApiKeys
 from serve_app.control.adapters import AdapterService
 from serve_app.control.api import ControlPlane
-from serve_app.control.api_keys import ApiKeys
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.async_predictions.blob_store import BlobStore
 from serve_app.control.async_predictions.service import AsyncPredictionService
@@ -20,8 +22,6 @@ from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.drift.service import DriftService
 from serve_app.control.experiments.service import ExperimentService
-from serve_app.control.keys.service import KeyService
-from serve_app.control.keys.store import KeyStore
 from serve_app.control.lifecycle_events import EventLog
 from serve_app.control.metric_store import MetricStore
 from serve_app.control.models import ModelService
@@ -41,8 +41,8 @@ from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
 from serve_app.deployments.transport.control_rpc import ControlDispatcher
 from serve_app.domain.access import ROLES, KeyGrant
+from serve_app.domain.access_settings import KeySettings
 from serve_app.domain.async_prediction import StoredRequest, StoredResponse
-from serve_app.domain.key_settings import KeySettings
 from serve_app.domain.model import ReplicaInfo
 from serve_app.domain.request import InferenceResponse
 from serve_app.errors import StartFailed

@@ -17,7 +17,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from serve_app.control.keys.store import KeyStore
+from serve_app.control.access.store import KeyStore
 from serve_app.control.persistence.database import Database
 from serve_app.control.persistence.schema import ASYNC_PREDICTIONS
 from serve_app.control.registry import Registry

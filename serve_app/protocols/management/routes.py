@@ -9,9 +9,9 @@ from serve_app.protocols.http import auth, json_errors
 from serve_app.protocols.http.endpoints import API, EndpointTable, Match, get_rights
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.management import access, audit, experiments, logs, rollouts, shadow, traffic
+from serve_app.protocols.management.access import KEYS
 from serve_app.protocols.management.adapters import ADAPTERS
 from serve_app.protocols.management.drift import DRIFT
-from serve_app.protocols.management.keys import KEYS
 from serve_app.protocols.management.models import MODELS
 from serve_app.protocols.management.request import ManagementRequest
 from serve_app.protocols.management.workflows import WORKFLOWS

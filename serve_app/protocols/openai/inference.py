@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Protocol
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
+from serve_app.dataplane.access_limits import count_tokens
 from serve_app.dataplane.data_plane import DataPlane
-from serve_app.dataplane.key_limits import count_tokens
 from serve_app.domain import exact_json
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.validation import documented

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.control.keys.store import KeyStore
+from serve_app.control.access.store import KeyStore
 from serve_app.control.persistence.database import Database
 from serve_app.control.registry import desired_states
 from serve_app.control.registry_changes import scale, set_policy

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from serve_app.control.access.service import KeyService
 from serve_app.control.adapters import AdapterService
 from serve_app.control.async_predictions.service import AsyncPredictionService
 from serve_app.control.audit import AuditTrail
 from serve_app.control.cluster_metrics import ClusterMetrics
 from serve_app.control.drift.service import DriftService
 from serve_app.control.experiments.service import ExperimentService
-from serve_app.control.keys.service import KeyService
 from serve_app.control.models import ModelService
 from serve_app.control.operations import OPERATIONS, ControlAPI
 from serve_app.control.rollouts.service import RolloutService

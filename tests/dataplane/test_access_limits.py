@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from serve_app.control.key_shares import KeyShares
+from serve_app.dataplane.access_limits import SHARE_PERIOD_S, KeyLimiter, count_tokens
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
-from serve_app.dataplane.key_limits import SHARE_PERIOD_S, KeyLimiter, count_tokens
 from serve_app.domain.access import ROLES, KeyDemand, KeyGrant, KeyLimits
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute

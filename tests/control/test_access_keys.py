@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.control.api_keys import ApiKeys
+from serve_app.control.access_keys import ApiKeys
 from serve_app.domain.access import AccessTable, KeyGrant, KeyLimits
 from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
 from serve_app.settings import AuthSettings, KeySettings, Settings, load

@@ -15,12 +15,12 @@ import time
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 
-from serve_app.control.api_keys import TORCHSERVE_NAMES, ApiKeys
+from serve_app.control.access.store import KeyStore
+from serve_app.control.access_keys import TORCHSERVE_NAMES, ApiKeys
 from serve_app.control.cancellation import run_to_end
-from serve_app.control.keys.store import KeyStore
 from serve_app.control.state import StateStore
 from serve_app.domain.access import JWT_PREFIX, ROLES, KeyGrant, KeyLimits
-from serve_app.domain.api_key import (
+from serve_app.domain.access_keys import (
     KeyDocument,
     KeyRecord,
     KeyRequest,

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from serve_app.control.persistence.database import Database, upsert
 from serve_app.control.persistence.schema import API_KEYS
 from serve_app.domain import validation
-from serve_app.domain.api_key import KeyRecord, StoredKey
+from serve_app.domain.access_keys import KeyRecord, StoredKey
 
 
 class KeyStore:

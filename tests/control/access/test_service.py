@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from serve_app.control.api_keys import ApiKeys
-from serve_app.control.keys.jwks import JwkSetSource, parse_jwk_set
-from serve_app.control.keys.service import KeyService
-from serve_app.control.keys.store import KeyStore
+from serve_app.control.access.jwks import JwkSetSource, parse_jwk_set
+from serve_app.control.access.service import KeyService
+from serve_app.control.access.store import KeyStore
+from serve_app.control.access_keys import ApiKeys
 from serve_app.control.persistence.database import Database
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
-from serve_app.domain import api_key
+from serve_app.domain import access_keys as api_key
 from serve_app.domain.access import ROLES, KeyGrant, KeyLimits
-from serve_app.domain.api_key import KeyRequest, RotationRequest
-from serve_app.domain.key_settings import JwtSettings, KeySettings
+from serve_app.domain.access_keys import KeyRequest, RotationRequest
+from serve_app.domain.access_settings import JwtSettings, KeySettings
 from serve_app.errors import BadRequest, Conflict, Forbidden, KeyNotFound, ModelNotAllowed
 from serve_app.settings import AuthSettings, Settings
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator

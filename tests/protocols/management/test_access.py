@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serve_app.domain.access import ROLES, AccessTable, KeyGrant
-from serve_app.domain.api_key import KeyRequest, RotationRequest
+from serve_app.domain.access_keys import KeyRequest, RotationRequest
 from serve_app.errors import InProgress
 
 GRANTS = {

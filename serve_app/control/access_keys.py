@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.domain.access import JWT_PREFIX, ROLES, AccessTable, KeyGrant, KeyLimits, Right
-from serve_app.domain.api_key import StoredKey
+from serve_app.domain.access_keys import StoredKey
 from serve_app.errors import ConfigurationError, InvalidToken, Unavailable
 from serve_app.model_store.atomic_dir import sync
 from serve_app.settings import KeySettings, Settings
