@@ -285,9 +285,13 @@ def _engine(url: URL, lock_timeout: float = _LOCK_TIMEOUT) -> sa.Engine:
 
 
 def _configure_connection(lock_timeout: float, connection: Any, _record: Any) -> None:
-    _set_wal_mode(connection, lock_timeout)
-    for pragma in ("synchronous = FULL", "foreign_keys = ON"):
-        connection.execute(f"PRAGMA {pragma}").close()
+    try:
+        _set_wal_mode(connection, lock_timeout)
+        for pragma in ("synchronous = FULL", "foreign_keys = ON"):
+            connection.execute(f"PRAGMA {pragma}").close()
+    except BaseException:
+        connection.close()  # the pool forgets a connection whose event fails
+        raise
 
 
 def _set_wal_mode(connection: Any, lock_timeout: float) -> None:
