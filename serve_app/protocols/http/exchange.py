@@ -172,10 +172,6 @@ class HttpExchange:
             header for header in self._default_headers if not header[0].startswith(b"access-control-")
         )
 
-    async def delegate(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], changes: Scope) -> None:
-        """Pass the request to an ASGI application, with ``changes`` to the scope."""
-        await app({**self.scope, **changes}, self._receive, self._send)
-
     async def read_body(self, limit: int) -> bytes:
         """Return the whole body.
 
