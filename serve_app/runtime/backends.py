@@ -22,7 +22,7 @@ from serve_app.domain.request import (
     ResponseStream,
     Submit,
 )
-from serve_app.errors import RelayError
+from serve_app.errors import RelayError, ReplicaDied
 
 _tasks: set[asyncio.Task[Any]] = set()  # the event loop keeps only weak references
 
@@ -61,30 +61,39 @@ class TaskBackend(Backend):
         self._answer = answer
 
     def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
-        return run_in_task(self._answer(request), on_done).cancel
+        return TaskRequest(self._answer(request), on_done).cancel
 
 
-def run_in_task(
-    answer: Coroutine[Any, Any, InferenceResponse | ResponseStream], on_done: OnDone
-) -> asyncio.Task[Any]:
-    """Run ``answer`` in a task that passes its outcome to ``on_done``, unless the task is cancelled."""
-    task = asyncio.get_running_loop().create_task(answer)
-    _tasks.add(task)
-    task.add_done_callback(partial(_on_task_done, on_done))
-    return task
+class TaskRequest:
+    """A request that is answered by a coroutine in a task of its own."""
 
+    __slots__ = ("_on_done", "task")
 
-def _on_task_done(on_done: OnDone, task: asyncio.Task[Any]) -> None:
-    _tasks.discard(task)
-    if task.cancelled():
-        return
-    error = task.exception()
-    if error is None:
-        on_done(task.result())
-    elif isinstance(error, Exception):
-        on_done(error)
-    else:
-        raise error
+    def __init__(
+        self, answer: Coroutine[Any, Any, InferenceResponse | ResponseStream], on_done: OnDone
+    ) -> None:
+        self._on_done: OnDone | None = on_done
+        self.task = asyncio.get_running_loop().create_task(answer)
+        _tasks.add(self.task)
+        self.task.add_done_callback(self._on_task_done)
+
+    def cancel(self) -> None:
+        """Withdraw the request."""
+        self._on_done = None
+        self.task.cancel()
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        _tasks.discard(task)
+        on_done, self._on_done = self._on_done, None
+        # A cancellation that nobody here has requested comes from Ray, whose replica ends.
+        error = ReplicaDied("its request was cancelled") if task.cancelled() else task.exception()
+        if isinstance(error, BaseException) and not isinstance(error, Exception):
+            raise error
+        outcome: Outcome = task.result() if error is None else error
+        if on_done is not None:
+            on_done(outcome)
+        else:
+            close_soon(outcome)
 
 
 async def infer(submit: Submit, request: InferenceRequest) -> InferenceResponse | ResponseStream:

@@ -31,7 +31,7 @@ from serve_app.errors import (
     VersionNotFound,
 )
 from serve_app.protocols.http_app import ASGIApp
-from serve_app.runtime.backends import Backend, run_in_task
+from serve_app.runtime.backends import Backend, TaskRequest
 from serve_app.telemetry.audit_log import get_actor
 
 Infer = Callable[[InferenceRequest], Awaitable["InferenceResponse | ResponseStream"]]
@@ -150,7 +150,7 @@ class FakeBackend(Backend):
 
     def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
         self.requests.append(request)
-        return run_in_task(self._infer(request), on_done).cancel
+        return TaskRequest(self._infer(request), on_done).cancel
 
 
 async def echo(request: InferenceRequest) -> InferenceResponse:

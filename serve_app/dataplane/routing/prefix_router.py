@@ -17,7 +17,7 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import ModelLoading, ReplicaDied
-from serve_app.runtime.backends import Backend, run_in_task
+from serve_app.runtime.backends import Backend, TaskRequest
 
 
 class PrefixRouter:
@@ -57,7 +57,7 @@ class PrefixBackend(Backend):
         self._in_flight: Counter[str] = Counter()  # requests without a complete response
 
     def submit(self, request: InferenceRequest, on_done: OnDone) -> Cancel:
-        return run_in_task(self._infer(request), on_done).cancel
+        return TaskRequest(self._infer(request), on_done).cancel
 
     async def _infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
         in_flight = {replica: self._in_flight[replica] for replica in self.replicas.route.replica_ids}

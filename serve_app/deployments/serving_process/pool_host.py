@@ -18,7 +18,7 @@ from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.routing_table import RoutingTable, VersionRoute
 from serve_app.errors import ModelLoading, ModelNotFound, RelayError, Unavailable
-from serve_app.runtime.backends import Backend, run_in_task
+from serve_app.runtime.backends import Backend, TaskRequest
 from serve_app.runtime.handler_thread import IDLE_AFTER_S
 from serve_app.runtime.host import malloc
 from serve_app.runtime.pool.host_reports import HostReporter
@@ -254,4 +254,4 @@ class _HostBackend(Backend):
         hosted = self._host.find_loaded(ModelRef(request.model, request.version or ""))
         if hosted is not None:
             return hosted.submit(request, on_done)
-        return run_in_task(self._host.infer_here(request), on_done).cancel
+        return TaskRequest(self._host.infer_here(request), on_done).cancel

@@ -17,7 +17,7 @@ from ray import serve
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.errors import DeadlineExceeded, QueueFull, ReplicaDied
-from serve_app.runtime.backends import run_in_task
+from serve_app.runtime.backends import TaskRequest
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.interface import RequestBatcher
 
@@ -89,9 +89,9 @@ class RayBatcher(RequestBatcher):
         if self._pending:  # an idle model tries; of those before it, one batch runs
             self._batcher.check_deadline(request, max(0, self._pending - self._max_batch_size))
         self._pending += 1
-        task = run_in_task(self._answer(request), on_done)
-        task.add_done_callback(self._release)
-        return task.cancel
+        answer = TaskRequest(self._answer(request), on_done)
+        answer.task.add_done_callback(self._release)
+        return answer.cancel
 
     def _release(self, task: asyncio.Task[Any]) -> None:
         self._pending -= 1

@@ -19,7 +19,7 @@ from serve_app.domain.pool import pool_ref, rank_hosts
 from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, OnDone, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import ModelLoading, ReplicaDied, Unavailable
-from serve_app.runtime.backends import Backend, run_in_task
+from serve_app.runtime.backends import Backend, TaskRequest
 from serve_app.settings import Settings
 
 Response = InferenceResponse | ResponseStream
@@ -105,7 +105,7 @@ class _PooledBackend(Backend):
         hosts = self._candidates()
         if (self._local is None or self._local.replica not in hosts) and self._client.is_connected(hosts):
             return self._client.submit(request, on_done, hosts)
-        return run_in_task(self._infer(request, hosts), on_done).cancel
+        return TaskRequest(self._infer(request, hosts), on_done).cancel
 
     async def _infer(self, request: InferenceRequest, chosen: tuple[str, ...]) -> Response:
         """Return the response of a host; another one is tried where it is lost. Raises RelayError."""

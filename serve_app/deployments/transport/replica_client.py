@@ -46,7 +46,7 @@ from serve_app.errors import (
     RelayError,
     ReplicaDied,
 )
-from serve_app.runtime.backends import run_in_task
+from serve_app.runtime.backends import TaskRequest
 from serve_app.runtime.batching.request_queue import RequestQueue
 from serve_app.settings import Settings
 from serve_app.telemetry import tracing
@@ -131,7 +131,7 @@ class RemoteBackend(ReplicaBackend):
         client = self._sockets.least_busy(replicas or self._route.replica_ids)
         cancel: Cancel
         if client is None:
-            cancel = run_in_task(self._infer_by_handle(request), on_done).cancel
+            cancel = TaskRequest(self._infer_by_handle(request), on_done).cancel
         else:
             cancel = _SocketRequest(self, request, on_done).start(client)
         return cancel if span is None else partial(_cancel_traced, span, cancel)
@@ -383,7 +383,7 @@ class _SocketRequest:
         if isinstance(outcome, ConnectionLost) and not backend.retries:
             self._on_done(backend.lost_error())
         elif isinstance(outcome, ConnectionLost | ModelLoading):
-            self._cancel = run_in_task(backend.infer_again(self._request), self._on_done).cancel
+            self._cancel = TaskRequest(backend.infer_again(self._request), self._on_done).cancel
         else:
             self._on_done(outcome)
 
