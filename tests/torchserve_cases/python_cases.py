@@ -269,7 +269,6 @@ class Service:
         return [self.text] * len(data)
 """,
         files={"inner.zip": make_zip({"inner/a.txt": "a"})},
-        parameters={"initial_workers": 2},
     ),
     Case(
         "writes_beside_itself",
