@@ -20,6 +20,7 @@ at the cost of Ray's request handling.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from typing import Any
@@ -73,11 +74,12 @@ class BypassMiddleware:
         response = _ProxyResponse(send)
         try:
             await self._ray_app(scope, receive, response.send)
-        except Exception:
+        except (Exception, asyncio.CancelledError):  # Ray cancels the requests of a replica that ends
             if response.started:  # uvicorn closes the connection, so that the client sees the truncation
                 raise
-            # uvicorn's own answer would be a plain 500, which does not name a reason.
             _log.exception("Ray's proxy failed on a request; its replica has probably died")
+        if not response.started:
+            # uvicorn's own response would be a plain 500, which does not name a reason.
             await response.send_replica_died([])
 
 

@@ -39,13 +39,23 @@ async def raise_before_the_response(scope: Any, receive: Any, send: Any) -> None
     raise RuntimeError("the actor died")
 
 
+async def cancel_the_request(scope: Any, receive: Any, send: Any) -> None:
+    raise asyncio.CancelledError
+
+
+async def send_nothing(scope: Any, receive: Any, send: Any) -> None:
+    """Return as Ray's proxy does where it has given up."""
+
+
 async def send_plain_500(scope: Any, receive: Any, send: Any) -> None:
     headers = [(b"x-request-id", b"ours"), (b"x-request-id", b"ray's")]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
     await send({"type": "http.response.body", "body": b"Internal Server Error"})
 
 
-@pytest.mark.parametrize("ray_app", [raise_before_the_response, send_plain_500])
+@pytest.mark.parametrize(
+    "ray_app", [raise_before_the_response, cancel_the_request, send_nothing, send_plain_500]
+)
 def test_errors_of_the_proxy_have_a_reason(ray_app: App) -> None:
     response = request_through_proxy(ray_app)
     assert response.status_code == 500
