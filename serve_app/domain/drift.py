@@ -31,6 +31,12 @@ _Z_99 = 2.3263478740408408  # the normal distribution's quantile 0.99
 Weighted = tuple[np.ndarray, np.ndarray]  # sorted values, and the weight of each
 
 
+def to_weighted(values: Sequence[float] | np.ndarray) -> Weighted:
+    """Return a sample as sorted values of weight one."""
+    ordered = np.sort(np.asarray(values, np.float64))
+    return ordered, np.ones(len(ordered))
+
+
 def quantile_edges(reference: Weighted, bins: int = BINS) -> np.ndarray:
     """Return the inner edges of bins that each have the same share of the reference.
 

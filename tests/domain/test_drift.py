@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,15 +11,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from serve_app.domain import drift
+from serve_app.domain.drift import to_weighted
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 SAMPLES = st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=60)  # SciPy's p-value divides by zero below
-
-
-def to_weighted(values: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a sample as sorted values of weight one."""
-    ordered = np.sort(np.asarray(values, np.float64))
-    return ordered, np.ones(len(ordered))
 
 
 def index_of(reference, current) -> float:

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
     ended = asyncio.Event()
     loop = asyncio.new_event_loop()
 
+    ready: Future[None] = Future()
+
     async def serve() -> None:
-        for model in served_models:
-            await model.start()
+        try:
+            for model in served_models:
+                await model.start()
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
         row = {"1.0": VersionRoute("1.0", "ready", 1, max_batch_size=4)}
         reader = RoutingTableReader(
             RoutingTable(1, {name: ModelRoute("1.0", row) for name in served}, startup_complete=True)
@@ -117,6 +125,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
+    ready.result()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}", served
     loop.call_soon_threadsafe(ended.set)
     thread.join()
