@@ -107,6 +107,11 @@ _BOUNDS = dict(_list_bounds())
 _SECTIONS = {"autoscaling", "micro_batching", "parallelism", "torchrun", "engine"}
 
 
+def has_limit(name: str) -> bool:
+    """Return whether the number of that name has a limit here."""
+    return _fold(name) in _BOUNDS
+
+
 def check(values: Any, limits: Limits, place: str) -> None:
     """Raise LimitExceeded for a number in ``values`` that is beyond its limit.
 
