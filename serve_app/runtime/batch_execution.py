@@ -28,7 +28,7 @@ from serve_app.errors import (
 )
 from serve_app.runtime import codec
 from serve_app.runtime.batching.pending_request import Emit
-from serve_app.runtime.json_encoder import NullifiedJSON
+from serve_app.runtime.codec import NullifiedJSON
 from serve_app.runtime.tensor_codec import TensorRowCodec
 
 _RESERVED_HEADERS = {"content-type", "ts_stream_next"}  # set by the response's fields and by protocols

@@ -14,7 +14,7 @@ from serve_app.domain.request import InferenceRequest
 from serve_app.domain.signature import Signature, abbreviate
 from serve_app.domain.tensors import Tensor
 from serve_app.errors import InvalidInput, UnsupportedOutput
-from serve_app.runtime import codec, json_encoder
+from serve_app.runtime import codec
 
 # What a call of tensors becomes: {name: array}; the JSON document of the protocol, for its envelope; plain
 # values.
@@ -72,7 +72,7 @@ class TensorRowCodec:
         """Return the results in an array with a row for each request of one kind, as JSON where needed."""
         if self._tensors_only or (requests and requests[0].kind == "tensors"):
             return list(array)
-        written = json_encoder.dumps_rows(array)
+        written = codec.dumps_rows(array)
         return array.tolist() if written is None else written
 
     def _parse_tensors(self, request: InferenceRequest) -> dict[str, np.ndarray]:

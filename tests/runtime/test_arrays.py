@@ -8,7 +8,7 @@ import pytest
 from serve_app.domain import tensors
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
 from serve_app.errors import BatchSizeMismatch, HandlerRejected, InvalidOutput, UnsupportedOutput
-from serve_app.runtime import json_encoder
+from serve_app.runtime import codec
 from serve_app.settings import RuntimeSettings
 
 MODEL = """
@@ -66,10 +66,8 @@ def run(make_runner, monkeypatch):
     an array.
     """
     counted = []
-    dumps_rows = json_encoder.dumps_rows
-    monkeypatch.setattr(
-        json_encoder, "dumps_rows", lambda array: counted.append(len(array)) or dumps_rows(array)
-    )
+    dumps_rows = codec.dumps_rows
+    monkeypatch.setattr(codec, "dumps_rows", lambda array: counted.append(len(array)) or dumps_rows(array))
 
     def ask(code, values, **known):
         runner = make_runner(code, {"model.py": MODEL}, model={"modelFile": "model.py"}, **known)

@@ -46,9 +46,9 @@ from serve_app.protocols.http.exchange import (
     Receive,
     Send,
     parse_deadline,
+    parse_limit,
     parse_priority,
 )
-from serve_app.protocols.http.numbers import parse_limit
 from serve_app.protocols.http.router import ProtocolRouter
 from serve_app.settings import Settings
 from serve_app.telemetry.tracing import TRACEPARENT, TRACESTATE

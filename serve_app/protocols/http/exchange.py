@@ -23,7 +23,6 @@ from serve_app.domain.request import InferenceResponse, Priority, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, RelayError, RequestTooLarge, WorkflowStepError, get_reason
 from serve_app.net.client_address import NO_PROXIES, TrustedProxies
-from serve_app.protocols.http.numbers import exceeds
 from serve_app.settings import InferenceSettings
 
 Scope = MutableMapping[str, Any]
@@ -430,3 +429,29 @@ def arm_header(arm: str) -> tuple[bytes, bytes]:
 
 
 _CONTROL_CHARACTERS_TO_SPACES = bytes(0x20 if byte < 0x20 or byte == 0x7F else byte for byte in range(256))
+
+
+# Python refuses to parse more than 4,300 digits, leading zeros included.
+_DECIMAL = re.compile(r"0*(\d{1,18})", re.ASCII)
+
+
+def parse_decimal(text: str) -> int | None:
+    """Return the number that decimal digits write; None for other text and for more than 18 digits."""
+    match = _DECIMAL.fullmatch(text)
+    return int(match[1]) if match is not None else None
+
+
+def parse_limit(text: str, maximum: int) -> int:
+    """Return the query parameter ``limit``. Raises BadRequest where it is not from 1 to ``maximum``."""
+    limit = parse_decimal(text)
+    if limit is None or not 1 <= limit <= maximum:
+        raise BadRequest(f"limit is {text[:80]!r}; it must be an integer from 1 to {maximum}.")
+    return limit
+
+
+def exceeds(content_length: str | None, limit: int) -> bool:
+    """Return whether a Content-Length header announces more than ``limit`` bytes."""
+    if content_length is None or not content_length.isdecimal():
+        return False
+    size = parse_decimal(content_length)
+    return size is None or size > limit

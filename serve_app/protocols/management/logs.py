@@ -13,7 +13,7 @@ from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, ModelNotAllowed
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.endpoints import get
-from serve_app.protocols.http.numbers import parse_limit
+from serve_app.protocols.http.exchange import parse_limit
 from serve_app.protocols.management.request import ManagementRequest
 from serve_app.telemetry.log_reader import read_records
 from serve_app.telemetry.logs import LEVELS

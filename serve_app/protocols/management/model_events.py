@@ -15,8 +15,7 @@ from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.endpoints import Content, get
-from serve_app.protocols.http.exchange import ClientDisconnected
-from serve_app.protocols.http.numbers import parse_decimal
+from serve_app.protocols.http.exchange import ClientDisconnected, parse_decimal
 from serve_app.protocols.http.sse import EVENT_STREAM, HEARTBEAT_INTERVAL_S, KEEP_ALIVE_COMMENT
 from serve_app.protocols.management.request import ManagementRequest
 from serve_app.protocols.torchserve.parameters import Flag, parse_bool

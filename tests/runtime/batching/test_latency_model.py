@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve_app.runtime.batching.latency_model import BatchLatencyModel
+from serve_app.runtime.batching.admission_control import BatchLatencyModel
 
 
 def after(*batches):

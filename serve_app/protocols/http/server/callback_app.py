@@ -23,9 +23,9 @@ from serve_app.protocols.http.exchange import (
     Receive,
     Scope,
     Send,
+    parse_decimal,
 )
 from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
-from serve_app.protocols.http.numbers import parse_decimal
 from serve_app.protocols.http.sse import EVENT_STREAM
 
 _log = logging.getLogger(__name__)
