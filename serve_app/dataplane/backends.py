@@ -19,7 +19,7 @@ class ReplicaBackend(Backend):
     @property
     @abstractmethod
     def route(self) -> VersionRoute:
-        """The version's row of the routing table."""
+        """Return the version's entry in the routing table."""
 
     @abstractmethod
     async def infer_at(self, replica: str, request: InferenceRequest) -> InferenceResponse | ResponseStream:

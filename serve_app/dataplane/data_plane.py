@@ -179,7 +179,7 @@ class DataPlane:
         running = RunningRequest(request, on_done, self._recorder, admission)
         try:
             running.start(self._select_backend(running, workflow_table))
-        except RelayError as error:
+        except Exception as error:  # also a fault of this server, which must end the admission
             running.complete(error)
         return running.cancel
 

@@ -343,3 +343,16 @@ def test_total_tokens_of_a_body() -> None:
 )
 def test_limits_that_are_wider(limits: dict[str, float], own: dict[str, float], wider: bool) -> None:
     assert KeyLimits(**limits).exceeds(KeyLimits(**own).with_default(KeyLimits())) is wider
+
+
+def test_a_backend_that_cannot_be_found_returns_the_place() -> None:
+    def fail(ref: Any, route: Any) -> Any:
+        raise ValueError("a fault of this server")
+
+    async def run() -> None:
+        served = DataPlane(RoutingTableReader(table()), Meters(), fail)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="a fault of this server"):
+                await served.infer(InferenceRequest("m"), key(concurrency=1))
+
+    asyncio.run(run())

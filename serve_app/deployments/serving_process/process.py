@@ -90,7 +90,7 @@ class ServingProcess(ABC):
     @property
     @abstractmethod
     def _row_counts(self) -> tuple[int, int]:
-        """The rows that wait, and those that wait or run."""
+        """Return the numbers of rows that wait, and that wait or run."""
 
     def _holds_sequence(self, sequence: str) -> bool:
         """Return whether the state of a sequence is here."""

@@ -138,7 +138,7 @@ class RemoteBackend(ReplicaBackend):
 
     @property
     def retries(self) -> bool:
-        """Whether a request of a lost replica may run again."""
+        """Return whether a request of a lost replica may run again."""
         return self._route.retries
 
     def lost_error(self) -> ReplicaDied:

@@ -38,7 +38,7 @@ def json(kind: Any, description: str = "", required: bool = True, from_model: bo
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One method of a path.
+    """An operation of an API: a method of a path.
 
     ``responses``: the type of the JSON with status 200, or types and contents by status. ``errors``: the
     statuses in the API's error format beside the common ones. ``body``: a type of JSON, or a content.

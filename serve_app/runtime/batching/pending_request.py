@@ -97,7 +97,7 @@ class PendingRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether no client waits for the outcome; a stream may continue."""
+        """Return whether no client waits for the outcome; a stream may continue."""
         return self.on_done is None
 
     def add_chunk(
