@@ -6,12 +6,19 @@ from another thread.
 
 from __future__ import annotations
 
-from handlers.metrics.cache import MetricCache
-from handlers.metrics.dimension import Dimension
-from handlers.metrics.metric import CachingMetric, Metric, emit_metrics
-from handlers.metrics.types import MetricTypes
-from handlers.metrics.units import Units
-from handlers.metrics.update_sink import Sink, set_sink, updates
+from handlers.metrics.metric import (
+    CachingMetric,
+    Dimension,
+    Metric,
+    MetricCache,
+    MetricTypes,
+    Sink,
+    Units,
+    emit_metrics,
+    set_sink,
+    suppress_updates,
+    updates,
+)
 
 __all__ = [
     "CachingMetric",
@@ -23,5 +30,6 @@ __all__ = [
     "Units",
     "emit_metrics",
     "set_sink",
+    "suppress_updates",
     "updates",
 ]

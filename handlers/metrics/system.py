@@ -7,8 +7,7 @@ import subprocess
 
 import psutil
 
-from handlers.metrics.dimension import Dimension
-from handlers.metrics.metric import Metric
+from handlers.metrics.metric import Dimension, Metric
 
 _HOST = Dimension("Level", "Host")
 _MB, _GB = 1 << 20, 1 << 30

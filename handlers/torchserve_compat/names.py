@@ -29,9 +29,9 @@ _CHECKED = {
     "load_label_mapping": "handlers.builtin.labels:load_label_mapping",
     **_CLASSES,
 }
-_DIMENSION = {"Dimension": "handlers.metrics.dimension:Dimension"}
-_METRIC_TYPES = {"MetricTypes": "handlers.metrics.types:MetricTypes"}
-_UNITS = {"Units": "handlers.metrics.units:Units"}
+_DIMENSION = {"Dimension": "handlers.metrics.metric:Dimension"}
+_METRIC_TYPES = {"MetricTypes": "handlers.metrics.metric:MetricTypes"}
+_UNITS = {"Units": "handlers.metrics.metric:Units"}
 _VERSION = {"__version__": "handlers.context:SERVER_VERSION"}
 
 # TorchServe's module -> its name -> the counterpart, as "module:name", imported when an archive uses it.
@@ -105,10 +105,10 @@ NAMES: dict[str, dict[str, str]] = {
         **_DIMENSION,
         **_METRIC_TYPES,
         "MetricAbstract": "handlers.metrics.metric:MetricAbstract",
-        "MetricCacheAbstract": "handlers.metrics.cache:MetricCache",
+        "MetricCacheAbstract": "handlers.metrics.metric:MetricCache",
     },
     "ts.metrics.metric_cache_errors": {
-        name: f"handlers.metrics.errors:{name}"
+        name: f"handlers.metrics.metric:{name}"
         for name in (
             "GeneralMetricsCacheError",
             "MetricsCacheIOError",
@@ -121,8 +121,8 @@ NAMES: dict[str, dict[str, str]] = {
     "ts.metrics.metric_cache_yaml_impl": {
         **_METRIC_TYPES,
         "CachingMetric": "handlers.metrics.metric:CachingMetric",
-        "MetricCacheAbstract": "handlers.metrics.cache:MetricCache",
-        "MetricsCacheYamlImpl": "handlers.metrics.cache:MetricsCacheYamlImpl",
+        "MetricCacheAbstract": "handlers.metrics.metric:MetricCache",
+        "MetricsCacheYamlImpl": "handlers.metrics.metric:MetricsCacheYamlImpl",
     },
     "ts.metrics.metric_type_enum": _METRIC_TYPES,
     "ts.metrics.system_metrics": {

@@ -14,7 +14,7 @@ import uvicorn
 
 from serve_app.console.app import MAX_MESSAGE_BYTES, ConsoleApp
 from serve_app.console.sessions import ServerAddresses, SessionStore
-from serve_app.net.cross_site import CrossSitePolicy
+from serve_app.net.request_origin import CrossSitePolicy
 
 _CHECK_INTERVAL_S = 1.0
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from serve_app.domain.routing_table import RoutingTable, TableDelta
+from serve_app.telemetry.metrics import MetricsReport
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
-from serve_app.telemetry.metrics_report import MetricsReport
 
 Nudge = Literal["samples", "all samples"]  # a request for the changed values of the reader's metrics, or all
 

@@ -78,9 +78,8 @@ from serve_app.settings import INFERENCE_HOST, Settings, is_loopback
 from serve_app.telemetry import crash_reports, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.audit_log import run_as_server
 from serve_app.telemetry.crash_reports import CrashReport
-from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics import Meters, MetricsReport
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
-from serve_app.telemetry.metrics_report import MetricsReport
 
 log = logging.getLogger(__name__)
 

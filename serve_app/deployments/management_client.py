@@ -19,8 +19,7 @@ from serve_app.dataplane.experiment_collector import replay
 from serve_app.deployments.ray_internals.actor_classes import bound_actor_classes
 from serve_app.domain.routing_table import TableDelta
 from serve_app.protocols.http import json_web_tokens
-from serve_app.telemetry.metrics import Meters
-from serve_app.telemetry.metrics_report import MetricsReport
+from serve_app.telemetry.metrics import Meters, MetricsReport
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.access import AccessTable
 from serve_app.domain.urls import redact_query
 from serve_app.errors import MethodNotAllowed, RelayError
-from serve_app.net.client_address import TrustedProxies, inference_proxies
-from serve_app.net.cross_site import CrossSitePolicy
+from serve_app.net.request_origin import CrossSitePolicy, TrustedProxies, inference_proxies
 from serve_app.protocols import openapi
 from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer

@@ -27,9 +27,8 @@ from serve_app.errors import (
     UnsupportedOutput,
 )
 from serve_app.runtime import codec
-from serve_app.runtime.batching.pending_request import Emit
-from serve_app.runtime.codec import NullifiedJSON
-from serve_app.runtime.tensor_codec import TensorRowCodec
+from serve_app.runtime.batching.request_queue import Emit
+from serve_app.runtime.codec import NullifiedJSON, TensorRowCodec
 
 _RESERVED_HEADERS = {"content-type", "ts_stream_next"}  # set by the response's fields and by protocols
 _NON_FINITE = (

@@ -27,7 +27,7 @@ import handlers
 from handlers import profiling
 from handlers.context import Context
 from handlers.loading.extension_points import get_extension
-from handlers.metrics import MetricCache, update_sink
+from handlers.metrics import MetricCache, suppress_updates
 from handlers.torchserve_compat import names as torchserve_names
 from serve_app.domain import signature
 from serve_app.domain.model import ModelSpec
@@ -37,9 +37,9 @@ from serve_app.errors import BadRequest, HandlerOutOfMemory, RelayError, StartFa
 from serve_app.runtime import codec
 from serve_app.runtime.adapters import HandlerAdapters
 from serve_app.runtime.batch_execution import BatchExecution, DecodeStep, format_traceback, is_out_of_memory
-from serve_app.runtime.batching.pending_request import Emit
+from serve_app.runtime.batching.request_queue import Emit
+from serve_app.runtime.codec import TensorRowCodec
 from serve_app.runtime.host import cpu_affinity, malloc, thread_limits
-from serve_app.runtime.tensor_codec import TensorRowCodec
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry import logs, tracing
 
@@ -206,7 +206,7 @@ class Runner:
         ``samples/``. A compiled model runs smaller batches too. At the end ``profile:`` is ready to record.
         """
         samples = [(file, self._sample(file)) for file in self._sample_files()]
-        with update_sink.suppress_updates():
+        with suppress_updates():
             for file, request in samples:
                 self._run_samples(f"sample {file}", [request])
             size = self._spec.batch_size

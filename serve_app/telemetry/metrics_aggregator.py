@@ -10,16 +10,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Metrics
 
 from serve_app.domain.model import VersionStats
-from serve_app.telemetry.batch_stats import BatchStats
-from serve_app.telemetry.instruments import (
+from serve_app.telemetry.metric_definitions import METRICS
+from serve_app.telemetry.metrics import (
+    BatchStats,
+    InstrumentKey,
+    MetricsReport,
     Number,
+    ReportedValues,
+    VersionKey,
     add_numbers,
     count_and_sum,
     list_sample_names,
     to_samples,
 )
-from serve_app.telemetry.metric_definitions import METRICS
-from serve_app.telemetry.metrics_report import InstrumentKey, MetricsReport, ReportedValues, VersionKey
 from serve_app.telemetry.torchserve.catalog import MetricFamily
 from serve_app.telemetry.torchserve.exposition import MetricsPage
 

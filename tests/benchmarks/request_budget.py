@@ -37,8 +37,8 @@ from serve_app.domain.model import ModelRef, ModelSpec
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.protocols.http_app import inference_app
 from serve_app.runtime.backends import Backend
+from serve_app.runtime.batching.admission_control import ConcurrencyLimit
 from serve_app.runtime.batching.batcher import Batcher
-from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.runner import Runner
 from serve_app.settings import RuntimeSettings, Settings, TelemetrySettings

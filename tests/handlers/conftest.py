@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from handlers.context import Context
-from handlers.metrics import update_sink
+from handlers.metrics import metric
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def process(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def metric_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffer the updates of metrics, which a model that an earlier test served sends elsewhere."""
-    monkeypatch.setattr(update_sink, "_sink", update_sink.buffer_update)
+    monkeypatch.setattr(metric, "_sink", metric.buffer_update)
 
 
 @pytest.fixture

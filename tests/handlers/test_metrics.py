@@ -21,9 +21,8 @@ from handlers.metrics import (
     emit_metrics,
     errors,
 )
-from handlers.metrics.cache import MetricsCacheYamlImpl
+from handlers.metrics.metric import MetricsCacheYamlImpl, buffer_update
 from handlers.metrics.system import collect_metrics, gpu_utilization, parse_gpu_metrics
-from handlers.metrics.update_sink import buffer_update
 from handlers.torchserve_compat import names as torchserve_names
 
 Update = tuple[str, str, MetricTypes, dict[str, str], float, str]

@@ -1,7 +1,7 @@
 import pytest
 
 from serve_app.errors import ConfigurationError
-from serve_app.net.client_address import TrustedProxies, inference_proxies
+from serve_app.net.request_origin import TrustedProxies, inference_proxies
 
 HAPROXY = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",

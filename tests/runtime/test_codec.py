@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.errors import UnsupportedOutput
 from serve_app.runtime import codec
-from serve_app.runtime.tensor_codec import TensorRowCodec
+from serve_app.runtime.codec import TensorRowCodec
 
 pytestmark = pytest.mark.integration
 

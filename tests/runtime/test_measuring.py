@@ -10,7 +10,7 @@ import pytest
 
 from handlers import metrics
 from handlers.metrics import MetricCache, updates
-from handlers.metrics.update_sink import buffer_update
+from handlers.metrics.metric import buffer_update
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InputPart
 from serve_app.runtime.runner import Runner

@@ -12,8 +12,8 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.protocols.http_app import inference_app
+from serve_app.runtime.batching.admission_control import ConcurrencyLimit
 from serve_app.runtime.batching.batcher import Batcher
-from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.settings import InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from tests.support.protocol_fakes import RecordingAccessLog

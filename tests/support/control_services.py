@@ -48,9 +48,8 @@ from serve_app.domain.request import InferenceResponse
 from serve_app.errors import StartFailed
 from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import AuthSettings, ControlSettings, Settings
-from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics import Meters, MetricsReport
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
-from serve_app.telemetry.metrics_report import MetricsReport
 
 OPERATOR = KeyGrant(ROLES["manage"], name="ops")
 _OWN_KEY = KeySettings("ops", f"sha256:{sha256(b'ops').hexdigest()}", "manage")

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from serve_app.protocols.http.server import callback_protocol
+from serve_app.protocols.http.server import http_protocol
 from serve_app.protocols.http.server.http_protocol import HttpProtocol
 from tests.support.protocol_fakes import RecordedResponse
 
@@ -62,11 +62,11 @@ class RecordingTransport(asyncio.Transport):
 @contextmanager
 def use_callbacks(app: Any, enabled: bool = True) -> Iterator[None]:
     """Let the HTTP ports of this process answer by ``app.callback_app``, or by tasks only."""
-    callback_protocol.set_callback_app(app.callback_app if enabled else None)
+    http_protocol.set_callback_app(app.callback_app if enabled else None)
     try:
         yield
     finally:
-        callback_protocol.set_callback_app(None)
+        http_protocol.set_callback_app(None)
 
 
 def connect(app: Any, transport: RecordingTransport) -> HttpProtocol:

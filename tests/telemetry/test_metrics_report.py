@@ -5,9 +5,8 @@ from __future__ import annotations
 import pickle
 import random
 
-from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics import Meters, MetricsReport
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
-from serve_app.telemetry.metrics_report import MetricsReport
 
 
 def sent(report: MetricsReport) -> MetricsReport:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from handlers import metrics
 from handlers.metrics import Dimension, MetricCache, MetricTypes
-from handlers.metrics.update_sink import buffer_update
+from handlers.metrics.metric import buffer_update
 from serve_app.errors import ConfigurationError
 from serve_app.settings import load
 from serve_app.telemetry import torchserve
@@ -340,7 +340,7 @@ def test_concurrent_updates_are_counted(create_recorders: Callable[..., TorchSer
 def test_warm_up_is_not_counted(create_recorders: Callable[..., TorchServeRecorders]) -> None:
     meters = Meters(create_recorders())
     cache = meters.torchserve.cache("m")
-    with metrics.update_sink.suppress_updates():
+    with metrics.suppress_updates():
         cache.add_counter("Words", 100)
     cache.add_counter("Words", 1)
     assert f'Words{{ModelName="m",Level="Model",Hostname="{HOST}",}} 1.0' in page(meters)

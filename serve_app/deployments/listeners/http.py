@@ -46,7 +46,7 @@ class HttpListener:
             lifespan="off",
             access_log=False,
             log_config=None,
-            proxy_headers=False,  # see net/client_address.py
+            proxy_headers=False,  # see net/request_origin.py
             timeout_keep_alive=75,
         )
         config.load()

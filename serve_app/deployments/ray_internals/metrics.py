@@ -36,8 +36,7 @@ from ray.util.metrics import Counter, Gauge
 from serve_app.deployments.transport.replica_client import calls_counted_by_ray
 from serve_app.domain.model import ModelRef
 from serve_app.settings import Settings
-from serve_app.telemetry.instruments import HistogramInstrument
-from serve_app.telemetry.metrics import Meters
+from serve_app.telemetry.metrics import HistogramInstrument, Meters
 
 _COLLECTION = "RAY_enable_metrics_collection"  # Ray's variable
 _PERIOD = 1.0  # seconds

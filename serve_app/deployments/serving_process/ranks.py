@@ -23,7 +23,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import HandlerFailed, HandlerRejected, RelayError, ReplicaDied, StartFailed
 from serve_app.net.private_files import restrict_umask
 from serve_app.runtime.batching.async_batcher import run_until_stopped
-from serve_app.runtime.batching.pending_request import Emit
+from serve_app.runtime.batching.request_queue import Emit
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.runner import Runner
 from serve_app.settings import Settings

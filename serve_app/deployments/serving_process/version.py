@@ -17,8 +17,8 @@ from serve_app.domain.model import ModelSpec, Stage
 from serve_app.domain.request import Cancel, InferenceRequest, OnDone
 from serve_app.errors import RelayError, StartFailed
 from serve_app.runtime.backends import Backend
+from serve_app.runtime.batching.admission_control import ConcurrencyLimit
 from serve_app.runtime.batching.batcher import Batcher
-from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.runtime.batching.interface import RequestBatcher
 from serve_app.runtime.batching.row_batcher import create_row_batcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher

@@ -47,7 +47,7 @@ from serve_app.domain.request import (
 from serve_app.errors import RelayError, ReplicaDied
 from serve_app.net.private_files import get_runtime_directory
 from serve_app.runtime.backends import Backend, infer
-from serve_app.runtime.batching.pending_request import StreamBuffer
+from serve_app.runtime.batching.request_queue import StreamBuffer
 
 _LOST = "the replica was lost in mid-stream"
 _FAULT = "A fault of this server."

@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from serve_app.errors import MethodNotAllowed, RelayError, ResourceNotFound, Unavailable
-from serve_app.net.cross_site import CrossSitePolicy
+from serve_app.net.request_origin import CrossSitePolicy
 from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.exchange import Headers, HttpExchange, Receive, Scope, Send
 

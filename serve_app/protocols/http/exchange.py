@@ -22,7 +22,7 @@ from serve_app.domain.limits import MAX_DEADLINE_S
 from serve_app.domain.request import InferenceResponse, Priority, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, RelayError, RequestTooLarge, WorkflowStepError, get_reason
-from serve_app.net.client_address import NO_PROXIES, TrustedProxies
+from serve_app.net.request_origin import NO_PROXIES, TrustedProxies
 from serve_app.settings import InferenceSettings
 
 Scope = MutableMapping[str, Any]
@@ -337,6 +337,11 @@ def encode_handler_headers(content_type: str | None, headers: Iterable[tuple[str
     if content_type:
         encoded.insert(0, (b"content-type", encode_header_value(content_type)))
     return encoded
+
+
+def clamp_status(code: int) -> int:
+    """Return ``code``, or 500 where an HTTP response cannot have it."""
+    return code if 200 <= code < 600 else 500
 
 
 def build_response_headers(response: InferenceResponse, with_content_type: bool = True) -> Headers:

@@ -15,7 +15,7 @@ from serve_app.domain.validation import documented
 from serve_app.errors import RateLimited
 from serve_app.protocols.http.endpoints import ErrorFormat
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
-from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, build_error_headers
+from serve_app.protocols.http.exchange import JSON, Headers, HttpExchange, build_error_headers, clamp_status
 
 
 class TorchServeError(TypedDict):
@@ -121,11 +121,6 @@ def look_up(error: Exception) -> tuple[int, str]:
         status = clamp_status(error.code)
         status = 507 if status == 413 else status  # 413 is reserved for the request's size
     return status, name
-
-
-def clamp_status(code: int) -> int:
-    """Return ``code``, or 500 where an HTTP response cannot have it."""
-    return code if 200 <= code < 600 else 500
 
 
 def to_document(

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve_app.errors import RelayError
-from serve_app.net.client_address import NO_PROXIES, TrustedProxies
-from serve_app.net.cross_site import CrossSitePolicy
+from serve_app.net.request_origin import NO_PROXIES, CrossSitePolicy, TrustedProxies
 from serve_app.protocols.http.exchange import HttpExchange
 
 

@@ -12,7 +12,7 @@ from serve_app.control.api import ControlPlane
 from serve_app.domain.audit import MAX_PAGE_SIZE, Actor, AuditDocument, AuditQuery
 from serve_app.domain.validation import documented
 from serve_app.errors import AccessDenied, BadRequest, RelayError, get_reason
-from serve_app.net.cross_site import CrossSiteRequest, HostNotAllowed
+from serve_app.net.request_origin import CrossSiteRequest, HostNotAllowed
 from serve_app.protocols.http import auth
 from serve_app.protocols.http.endpoints import get
 from serve_app.protocols.http.exchange import HttpExchange

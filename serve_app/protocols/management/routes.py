@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_app.control.api import ControlPlane
 from serve_app.errors import AccessDenied, MethodNotAllowed, ResourceNotFound
-from serve_app.net.cross_site import CrossSitePolicy
+from serve_app.net.request_origin import CrossSitePolicy
 from serve_app.protocols.http import auth, json_errors
 from serve_app.protocols.http.endpoints import API, EndpointTable, Match, get_rights
 from serve_app.protocols.http.exchange import HttpExchange

@@ -27,6 +27,7 @@ from serve_app.protocols.http.exchange import (
     HttpExchange,
     InferenceHeaders,
     build_response_headers,
+    clamp_status,
     encode_handler_headers,
     parse_deadline,
     parse_priority,
@@ -261,7 +262,7 @@ class InferenceRoutes:
         headers = build_response_headers(response)
         if response.headers:
             exchange.override_defaults(headers)
-        return json_errors.clamp_status(response.status), headers, response.body
+        return clamp_status(response.status), headers, response.body
 
     def render_error(self, exchange: HttpExchange, error: Exception) -> tuple[int, Headers, bytes]:
         return json_errors.render_error(exchange, error, self._handler_errors)
@@ -283,7 +284,7 @@ class InferenceRoutes:
             headers = encode_handler_headers(head.content_type, head.headers)
             exchange.override_defaults(headers)
             headers += (b"ts_stream_next", b"true"), *version_headers(head)
-            await exchange.send_stream(json_errors.clamp_status(head.status), headers, response)
+            await exchange.send_stream(clamp_status(head.status), headers, response)
         else:
             exchange.version = response.version
             if exchange.headers.get("accept") == EVENT_STREAM and response.content_type != EVENT_STREAM:
@@ -306,9 +307,7 @@ class InferenceRoutes:
             return orjson.dumps(json_errors.to_document(error, id, self._handler_errors))
 
         events = SSEStream(stream, orjson.dumps({"request_id": id, "version": head.version}), encode_error)
-        await exchange.send_stream(
-            json_errors.clamp_status(head.status), headers, ResponseStream(head, events)
-        )
+        await exchange.send_stream(clamp_status(head.status), headers, ResponseStream(head, events))
 
     async def _ping(self, exchange: HttpExchange) -> None:
         if self._plane.healthy:

@@ -26,6 +26,7 @@ from serve_app.protocols.http.exchange import (
     Receive,
     Scope,
     Send,
+    clamp_status,
     parse_deadline,
     parse_priority,
     uuid4,
@@ -133,14 +134,14 @@ class WebSocketRoutes:
         response = await self._plane.infer(request, grant)
         if isinstance(response, ResponseStream):
             head = response.head
-            session.start_response(head.version, json_errors.clamp_status(head.status), head.arm)
+            session.start_response(head.version, clamp_status(head.status), head.arm)
             try:
                 async for chunk in response:
                     await session.send_chunk(chunk)
             finally:
                 await response.aclose()
         else:
-            session.start_response(response.version, json_errors.clamp_status(response.status), response.arm)
+            session.start_response(response.version, clamp_status(response.status), response.arm)
             await session.send_chunk(response.body)
 
     def describe_error(self, error: Exception, request_id: str) -> tuple[int, dict[str, Any]]:

@@ -22,7 +22,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse, Timing
 from serve_app.errors import CannotMeetDeadline, HandlerFailed, InvalidInput, RelayError
 from serve_app.runtime.batching.admission_control import QueuedAdmissionControl
 from serve_app.runtime.batching.length_bucketing import select_similar
-from serve_app.runtime.batching.pending_request import PendingRequest, with_timings
+from serve_app.runtime.batching.request_queue import PendingRequest, with_timings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 

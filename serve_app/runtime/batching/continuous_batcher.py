@@ -18,7 +18,7 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseChunk, Timings
 from serve_app.errors import DeadlineExceeded, HandlerFailed, RelayError
 from serve_app.runtime.batching.admission_control import QueuedAdmissionControl
-from serve_app.runtime.batching.pending_request import Emit, PendingRequest, with_timings
+from serve_app.runtime.batching.request_queue import Emit, PendingRequest, with_timings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import Meters
 

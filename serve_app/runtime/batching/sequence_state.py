@@ -9,7 +9,7 @@ from typing import Literal
 
 from serve_app.domain.request import Cancel
 from serve_app.domain.sequence_ids import SequenceHeaders
-from serve_app.runtime.batching.pending_request import PendingRequest
+from serve_app.runtime.batching.request_queue import PendingRequest
 
 EndReason = Literal["ended", "idle", "timeout", "stopped"]
 

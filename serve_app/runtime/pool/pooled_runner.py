@@ -24,7 +24,7 @@ from handlers.torchserve_compat import names as torchserve_names
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import RelayError
-from serve_app.runtime.batching.pending_request import Emit
+from serve_app.runtime.batching.request_queue import Emit
 from serve_app.runtime.host import thread_limits
 from serve_app.runtime.pool import memory
 from serve_app.runtime.runner import SWITCH_INTERVAL_S, Runner

@@ -34,7 +34,7 @@ from serve_app.domain.request import (
 )
 from serve_app.errors import ConfigurationError, HandlerFailed
 from serve_app.runtime.backends import Backend
-from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
+from serve_app.runtime.batching.admission_control import ConcurrencyLimit
 from serve_app.telemetry.metrics import Meters
 from tests.support.disk_calls import DiskCalls
 

@@ -11,7 +11,7 @@ import pytest
 from serve_app.domain.access import AccessTable
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
-from serve_app.net.cross_site import CrossSitePolicy, CrossSiteRequest, HostNotAllowed
+from serve_app.net.request_origin import CrossSitePolicy, CrossSiteRequest, HostNotAllowed
 from serve_app.protocols.http_app import metrics_app
 from serve_app.settings import Settings, load
 

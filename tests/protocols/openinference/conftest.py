@@ -35,7 +35,7 @@ from serve_app.domain.signature import Signature
 from serve_app.errors import ModelNotFound
 from serve_app.protocols.http_app import ASGIApp, inference_app
 from serve_app.runtime.batch_execution import BatchExecution
-from serve_app.runtime.tensor_codec import TensorRowCodec
+from serve_app.runtime.codec import TensorRowCodec
 from serve_app.settings import InferenceSettings, Settings
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator

@@ -8,8 +8,8 @@ import pytest
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
 from serve_app.errors import QuotaExceeded
+from serve_app.runtime.batching.admission_control import ConcurrencyLimit
 from serve_app.runtime.batching.batcher import Batcher
-from serve_app.runtime.batching.concurrency_limit import ConcurrencyLimit
 from serve_app.telemetry.metrics import Meters
 
 REF = ModelRef("m", "1.0")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from serve_app.errors import ClientTooSlow
-from serve_app.runtime.batching.pending_request import StreamBuffer
+from serve_app.runtime.batching.request_queue import StreamBuffer
 
 
 def test_a_client_that_reads_too_slowly_gets_an_error_and_nothing_is_kept() -> None:

@@ -31,7 +31,7 @@ from serve_app.errors import ReplicaDied
 from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.exchange import DEFAULT_HEADERS
-from serve_app.protocols.http.server import callback_protocol, http_protocol, websocket_protocol
+from serve_app.protocols.http.server import http_protocol, websocket_protocol
 from serve_app.protocols.http.server.callback_app import CallbackApp
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def set_app(app: Any, max_message_size: int, callback_app: CallbackApp | None = 
     """
     global _app
     _app = app
-    callback_protocol.set_callback_app(callback_app)
+    http_protocol.set_callback_app(callback_app)
     websocket_protocol.set_max_message_size(max_message_size)
 
 
@@ -138,7 +138,7 @@ def build() -> list[Middleware]:
     The process that starts HAProxy is one of those.
     """
     restrict_umask()
-    # uvicorn trusts X-Forwarded-For of the loopback by default; see net/client_address.py.
+    # uvicorn trusts X-Forwarded-For of the loopback by default; see net/request_origin.py.
     os.environ["FORWARDED_ALLOW_IPS"] = ""
     http_protocol.install()
     websocket_protocol.install()

@@ -16,7 +16,7 @@ from serve_app.domain.access import AccessTable, KeyGrant, KeyLimits
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable
 from serve_app.errors import BatchSizeMismatch
-from serve_app.protocols.http.server import callback_protocol, http_protocol
+from serve_app.protocols.http.server import http_protocol
 from serve_app.protocols.http.server.callback_app import CallbackRequest
 from tests.support.callback_port import HEAD, ROUTE, Gate, Port, message, talk
 from tests.support.wire_client import RecordingTransport, connect, mask, parse_response, wait_until
@@ -386,7 +386,7 @@ def test_heads_with_a_proxys_address_are_stored_apart() -> None:
 
     port = talk(conversation)
     assert len({mask(write) for write in port.transport.writes}) == 1
-    assert callback_protocol._heads.find(message(headers=b"x-forwarded-for: 192.0.2.2\r\n")) is not None
+    assert http_protocol._heads.find(message(headers=b"x-forwarded-for: 192.0.2.2\r\n")) is not None
 
 
 def test_a_request_is_freed_without_garbage_collection() -> None:
