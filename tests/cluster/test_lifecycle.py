@@ -84,7 +84,7 @@ def test_set_default_back_and_forth_under_load(server: Server, tmp_path: Path) -
     pids = {v: server.pids("ab", v) for v in ("1.0", "2.0")}
     assert server.http.post("/predictions/ab").text == "version 1.0"
     with Load(f"{server.url}/predictions/ab", connections=32) as load:
-        for turn in range(10):
+        for turn in range(6):
             version = ("2.0", "1.0")[turn % 2]
             assert server.management.put(f"/models/ab/{version}/set-default").status_code == 200
             # In force everywhere when it was acknowledged: on both ways, at once.

@@ -12,7 +12,7 @@ from tests.support.killed_server import Stored, load, lost_changes, make_archive
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kills", [25, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", [10, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_kills_at_random_writes_lose_no_acknowledged_change(tmp_path: Path, kills: int) -> None:
     make_archives(tmp_path)
     acknowledged = Stored(Registry())

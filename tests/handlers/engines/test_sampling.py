@@ -99,8 +99,8 @@ def test_logit_bias_forces_and_forbids_tokens(model: ServedModel) -> None:
 
 @pytest.mark.slow
 def test_a_preempted_request_keeps_its_penalties(model: ServedModel) -> None:
-    """Six requests of 150 tokens do not fit into the cache of 512 at once."""
-    fields = {"max_new_tokens": 150, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    """Six requests of 100 tokens do not fit into the cache of 512 at once."""
+    fields = {"max_new_tokens": 100, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
     bodies = [{"prompt": f"{number} words", **fields} for number in range(6)]
     alone = [model("", **body)["text"] for body in bodies]
     context = model.context("")
