@@ -54,7 +54,7 @@ class TrustedProxies:
         It is ``peer`` unless that is trusted, and never an entry that is no address.
         """
         if len(forwarded) == 1 and len(forwarded[0]) <= _MAX_CACHED_BYTES:
-            return self._resolve_cached(peer, (forwarded[0],))
+            return self._resolve_cached(peer, tuple(forwarded))
         return self._resolve(peer, forwarded)
 
     def _resolve(self, peer: str, forwarded: Sequence[str]) -> str:
@@ -218,11 +218,3 @@ def _parse_name(authority: str) -> str:
     if authority.startswith("["):
         return authority[1:].partition("]")[0].lower()
     return authority.partition(":")[0].lower().rstrip(".")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -19,7 +19,7 @@ from handlers.metrics import (
     MetricTypes,
     Units,
     emit_metrics,
-    errors,
+    metric,
 )
 from handlers.metrics.metric import MetricsCacheYamlImpl, buffer_update
 from handlers.metrics.system import collect_metrics, gpu_utilization, parse_gpu_metrics
@@ -101,7 +101,7 @@ def test_metrics_during_loading_have_the_models_dimensions(recorded: list[Update
 
 
 def test_an_invalid_unit_is_rejected(cache: MetricCache, recorded: list[Update]) -> None:
-    with pytest.raises(errors.MetricsCacheValueError, match="the unit for a timed metric should be one of"):
+    with pytest.raises(metric.MetricsCacheValueError, match="the unit for a timed metric should be one of"):
         cache.add_time("time", 1, unit="min")
     with pytest.raises(ValueError, match="The unit for size based metric is one of"):
         cache.add_size("size", 1, unit="TB")
@@ -121,7 +121,7 @@ def test_a_cached_metric_is_found(
         ({"Shelf": "top"}, -3.0, "r"),
         ({"Shelf": "low", "Row": "2"}, 4.0, "r"),
     ]
-    with pytest.raises(errors.MetricsCacheKeyError, match=r"MetricTypes\.COUNTER.*mine.*doesn't exist"):
+    with pytest.raises(metric.MetricsCacheKeyError, match=r"MetricTypes\.COUNTER.*mine.*doesn't exist"):
         cache.get_metric("mine")
     replacement = cache.add_metric_to_cache("mine", "count", [], GAUGE)
     assert cache.get_metric("mine", GAUGE) is replacement and "replaced" in caplog.text
@@ -132,7 +132,7 @@ def test_a_cached_metric_is_found(
     "wrong", [(1, "ms", []), ("a", None, []), ("a", "ms", "Level"), ("a", "ms", [], "counter")]
 )
 def test_arguments_of_a_wrong_type_are_rejected(cache: MetricCache, wrong: tuple) -> None:
-    with pytest.raises(errors.MetricsCacheTypeError):
+    with pytest.raises(metric.MetricsCacheTypeError):
         cache.add_metric_to_cache(*wrong)
 
 
@@ -199,11 +199,11 @@ def test_metrics_are_declared_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("a: [", errors.MetricsCachePyYamlError),
-        ("ts_metrics: {}", errors.MetricsCacheKeyError),
-        ("model_metrics: {}", errors.MetricsCacheValueError),
-        ("model_metrics: {speed: []}", errors.MetricsCacheKeyError),
-        ("model_metrics: {gauge: [{name: a}]}", errors.MetricsCacheKeyError),
+        ("a: [", metric.MetricsCachePyYamlError),
+        ("ts_metrics: {}", metric.MetricsCacheKeyError),
+        ("model_metrics: {}", metric.MetricsCacheValueError),
+        ("model_metrics: {speed: []}", metric.MetricsCacheKeyError),
+        ("model_metrics: {gauge: [{name: a}]}", metric.MetricsCacheKeyError),
     ],
 )
 def test_invalid_files_are_rejected(tmp_path: Path, text: str, error: type[Exception]) -> None:
@@ -214,9 +214,9 @@ def test_invalid_files_are_rejected(tmp_path: Path, text: str, error: type[Excep
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(errors.MetricsCacheTypeError):
+    with pytest.raises(metric.MetricsCacheTypeError):
         MetricsCacheYamlImpl("")
-    with pytest.raises(errors.MetricsCacheIOError):
+    with pytest.raises(metric.MetricsCacheIOError):
         MetricsCacheYamlImpl(tmp_path / "none.yaml")
 
 
