@@ -111,9 +111,9 @@ def test_an_invalid_unit_is_rejected(cache: MetricCache, recorded: list[Update])
 def test_a_cached_metric_is_found(
     cache: MetricCache, recorded: list[Update], caplog: pytest.LogCaptureFixture
 ) -> None:
-    metric = cache.add_metric_to_cache("mine", "count", ["Shelf"], GAUGE)
-    assert cache.get_metric("mine", GAUGE) is metric
-    metric.add_or_update(-3, ["top"], "r")
+    mine = cache.add_metric_to_cache("mine", "count", ["Shelf"], GAUGE)
+    assert cache.get_metric("mine", GAUGE) is mine
+    mine.add_or_update(-3, ["top"], "r")
     cache.get_metric("mine", metric_type=GAUGE).update(
         4, "r", [Dimension("Shelf", "low"), Dimension("Row", 2)]
     )
