@@ -55,10 +55,6 @@ def suppress_updates() -> Iterator[None]:
         set_sink(sink)
 
 
-def emit_update(metric: CachingMetric, value: float, values: tuple[str, ...], request_id: str) -> None:
-    _sink(metric, value, values, request_id)
-
-
 class Dimension:
     """A name and its value; as text ``name:value``."""
 
@@ -155,7 +151,7 @@ class CachingMetric(MetricAbstract):
                 self._has_logged_error = True
                 logger.error("the metric %s was not updated with %r: %s", self.metric_name, value, error)
             return
-        emit_update(self, number, tuple(map(str, dimension_values)), request_id or "")
+        _sink(self, number, tuple(map(str, dimension_values)), request_id or "")
 
     def update(self, value: float, request_id: str = "", dimensions: Iterable[Dimension] = ()) -> None:
         """Record ``value`` for other dimensions, which replace the metric's own."""
@@ -418,13 +414,12 @@ class MetricCache:
         dimensions: Iterable[Dimension],
         metric_type: MetricTypes,
     ) -> None:
-        named = {dimension.name: dimension.value for dimension in dimensions} if dimensions else {}
-        defaults = (
+        values = (
             {"Level": "Error"} if request_id is None else {"ModelName": self.model_name, "Level": "Model"}
         )
-        values = (
-            {**named, **{key: defaults[key] for key in defaults if key not in named}} if named else defaults
-        )
+        if dimensions:
+            named = {dimension.name: dimension.value for dimension in dimensions}
+            values = {**named, **{key: values[key] for key in values if key not in named}}
         try:
             metric = self.cache[metric_type][name]
         except (KeyError, TypeError):

@@ -80,7 +80,7 @@ class ClientDisconnected(Exception):
 class ParsedHead:
     """The head of a request, which is parsed once for all requests that have the same bytes as head."""
 
-    __slots__ = ("headers", "method", "path", "scope", "segments")
+    __slots__ = ("forwarded", "headers", "method", "path", "scope", "segments")
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -88,6 +88,11 @@ class ParsedHead:
         self.path: str = scope["path"]
         self.segments = self.path.rstrip("/").split("/")[1:]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.forwarded: tuple[str, ...] = ()  # the values of X-Forwarded-For, in their order
+        if "x-forwarded-for" in self.headers:
+            self.forwarded = tuple(
+                value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"
+            )
 
 
 class HttpExchange:
@@ -103,6 +108,7 @@ class HttpExchange:
 
     __slots__ = (
         "_default_headers",
+        "_forwarded",
         "_proxies",
         "_receive",
         "_send",
@@ -137,6 +143,7 @@ class HttpExchange:
         else:
             self.headers = head.headers.copy()
         self.method, self.path, self.segments = head.method, head.path, head.segments
+        self._forwarded = head.forwarded
         self.request_id = uuid4()
         self.status = 0
         self.model = self.version = ""
@@ -153,12 +160,8 @@ class HttpExchange:
     def client(self) -> str:
         """The client's address and port for the logs, "-" if they are unknown; the port 0 behind a proxy."""
         host, port = self.scope.get("client") or ("", 0)
-        if "x-forwarded-for" in self.headers:
-            values = [
-                value.decode("latin-1") for name, value in self.scope["headers"] if name == b"x-forwarded-for"
-            ]
-            if (client := self._proxies.resolve(host, values)) != host:
-                return f"{client}:0"
+        if self._forwarded and (client := self._proxies.resolve(host, self._forwarded)) != host:
+            return f"{client}:0"
         return f"{host}:{port}" if host else "-"
 
     def add_header(self, name: bytes, value: bytes) -> None:
@@ -238,12 +241,11 @@ class HttpExchange:
 
     def encode_headers(self, status: int, headers: Headers, body: bytes) -> bytes:
         """Return the lines of ``headers`` and of those that ``complete_headers`` would add."""
-        lines = [part for name, value in headers for part in (name, b": ", value, b"\r\n")]
+        lines = b"".join([b"%s: %s\r\n" % header for header in headers])
         if status not in BODYLESS_STATUSES:
-            lines.append(b"content-length: %d\r\n" % len(body))
-        lines.append(b"x-request-id: %s\r\n" % self.request_id.encode())
-        lines.append(_encode_lines(self._default_headers))
-        return b"".join(lines)
+            lines += b"content-length: %d\r\n" % len(body)
+        id = self.request_id.encode()
+        return b"%sx-request-id: %s\r\n%s" % (lines, id, _encode_lines(self._default_headers))
 
     def attach(self, receive: Receive, send: Send) -> None:
         """Continue in an ASGI task, with its functions."""
