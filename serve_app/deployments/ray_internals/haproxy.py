@@ -29,6 +29,7 @@ from ray.serve._private.constants import RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S, SE
 from serve_app.deployments.ray_internals.replica_channels import LOST_HOST_TIMEOUT_S
 from serve_app.errors import ConfigurationError, ReplicaDied, Unavailable
 from serve_app.protocols.http import json_errors
+from serve_app.protocols.http.server import unix_listener
 from serve_app.settings import HAPROXY_TLS_BIND, HAPROXY_TLS_CERTIFICATE
 
 log = logging.getLogger(SERVE_LOGGER_NAME)  # the file of the actor, haproxy_<node>.log
@@ -126,8 +127,7 @@ _EDITS = {
     srvtcpka-intvl 2s
     srvtcpka-cnt 2
 """,
-    # For requests without an acknowledgement. HAProxy 2.8 ignores it in `default-server`.
-    "{{ server.port }} check{% if": f"{{{{ server.port }}}} tcp-ut {LOST_HOST_TIMEOUT_S}s check{{% if",
+    "{{ server.host }}:{{ server.port }} check{% if": "{{ server.address }} check{% if",
     # The statistics have no authentication: they stay on the address of the inference port.
     "    bind :{{ config.metrics_port }}": "    bind {{ config.frontend_host }}:{{ config.metrics_port }}",
     "  bind *:{{ config.stats_port }}": "  bind {{ config.frontend_host }}:{{ config.stats_port }}",
@@ -226,6 +226,9 @@ class HAProxyApi(ray_haproxy.HAProxyApi):
             if backend.protocol == RequestProtocol.HTTP
         ]
         Path(self.cfg.routes_file).write_text("".join(routes))
+        for backend in backends:
+            for server in backend.servers:
+                server.address = _get_address(server.host, server.port)
         super()._generate_config_file_internal()
 
     def _initialize_directories_and_error_files(self) -> None:
@@ -305,6 +308,14 @@ class HAProxyApi(ray_haproxy.HAProxyApi):
         task = asyncio.get_running_loop().create_task(report())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _get_address(host: str, port: int) -> str:
+    """Return the address of a replica: its Unix socket where it runs on this host."""
+    if (path := unix_listener.find_socket(host, port)) is not None:
+        return f"unix@{path}"
+    # tcp-ut is for requests without an acknowledgement; HAProxy 2.8 ignores it in `default-server`.
+    return f"{host}:{port} tcp-ut {LOST_HOST_TIMEOUT_S}s"
 
 
 def _configure(cfg: Any, environ: Mapping[str, str]) -> None:

@@ -27,6 +27,7 @@ from ray.serve.config import HTTPOptions
 
 from serve_app.deployments.ray_internals import haproxy
 from serve_app.errors import ConfigurationError
+from serve_app.protocols.http.server import unix_listener
 from serve_app.settings import HAPROXY_TLS_BIND, HAPROXY_TLS_CERTIFICATE
 from tests.support.certificates import make_pair
 from tests.support.ports import free_port
@@ -208,6 +209,13 @@ def running(api: Any, scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
+async def respond(name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + name.encode())
+    writer.close()
+
+
 @pytest.mark.usefixtures("changed")
 def test_unknown_routes_are_503_with_a_time_to_retry(folder: Path) -> None:
     api = build(folder)
@@ -224,12 +232,6 @@ def test_unknown_routes_are_503_with_a_time_to_retry(folder: Path) -> None:
 def test_a_path_has_the_longest_route_of_whole_segments(folder: Path) -> None:
     api = build(folder)
     routes = {"/": "root", "/predictions/m": "m", "/predictions/m/x": "x", "/predictions/m--x": "m--x"}
-
-    async def respond(name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + name.encode())
-        writer.close()
 
     async def scenario() -> None:
         configs, listeners = {}, []
@@ -259,6 +261,39 @@ def test_a_path_has_the_longest_route_of_whole_segments(folder: Path) -> None:
         assert {path: (await asyncio.to_thread(get, api, path))[2].decode() for path in expected} == expected
         for listener in listeners:
             listener.close()
+
+    running(api, scenario)
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_replica_of_this_host_gets_its_requests_over_its_unix_socket(folder: Path) -> None:
+    """The TCP port of the first replica accepts nothing; the other replica has TCP only."""
+    api = build(folder)
+
+    def answers() -> set[bytes]:
+        return {get(api, "/")[2] for _ in range(4)}
+
+    async def scenario() -> None:
+        silent, tcp_port = free_port(), free_port()
+        path = unix_listener.get_socket_path(silent)
+        unix = await asyncio.start_unix_server(partial(respond, "unix"), path)
+        tcp = await asyncio.start_server(partial(respond, "tcp"), "127.0.0.1", tcp_port)
+        servers = [
+            ray_haproxy.ServerConfig("s1", "127.0.0.1", silent),
+            ray_haproxy.ServerConfig("s2", "127.0.0.1", tcp_port),
+        ]
+        backend = ray_haproxy.BackendConfig(name="b", path_prefix="/", app_name="a", servers=servers)
+        api.set_backend_configs({"b": backend})
+        await api.reload()
+        assert f"server s1 unix@{path} check" in render(api)
+        await until(lambda: answers() == {b"unix", b"tcp"})
+        await api.reload()  # with the state of the servers
+        assert await asyncio.to_thread(answers) == {b"unix", b"tcp"}
+        unix.close()
+        assert path is not None
+        path.unlink()  # as a replica that stops: its requests go to the other one
+        assert await asyncio.to_thread(answers) == {b"tcp"}
+        tcp.close()
 
     running(api, scenario)
 

@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 
 from serve_app.protocols.http.exchange import ParsedHead, Receive, Scope, Send
 from serve_app.protocols.http.server.callback_app import CallbackApp, CallbackRequest, create_scope
+from serve_app.protocols.http.server.unix_listener import LOCAL_PEER
 
 _MAX_HEADS = 512
 _MAX_BYTES = 2048  # of one head
@@ -103,6 +104,7 @@ class CallbackProtocol(HttpToolsProtocol):
     A request that arrives behind it on the same connection waits in uvicorn's pipeline, as behind a task.
     """
 
+    client: tuple[str, int] | None
     transport: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -415,6 +417,8 @@ class HttpProtocol(CallbackProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(CoalescingTransport(transport, self.loop))
+        if self.client is None:
+            self.client = LOCAL_PEER
         if len(self.connections) > max_connections():
             self._refuse(503, "The port has too many connections.")
         if self.server_state not in _checked_ports:

@@ -31,7 +31,7 @@ from serve_app.errors import ReplicaDied
 from serve_app.net.private_files import restrict_umask
 from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.exchange import DEFAULT_HEADERS
-from serve_app.protocols.http.server import http_protocol, websocket_protocol
+from serve_app.protocols.http.server import http_protocol, unix_listener, websocket_protocol
 from serve_app.protocols.http.server.callback_app import CallbackApp
 
 _log = logging.getLogger(__name__)
@@ -142,4 +142,5 @@ def build() -> list[Middleware]:
     os.environ["FORWARDED_ALLOW_IPS"] = ""
     http_protocol.install()
     websocket_protocol.install()
+    unix_listener.install()
     return [Middleware(BypassMiddleware)]

@@ -16,6 +16,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode, Frame
 
 from serve_app.errors import RequestTooLarge
+from serve_app.protocols.http.server.unix_listener import LOCAL_PEER
 
 _IDLE_BEFORE_CLOSE_S = 0.2  # seconds without a byte, after which the client has stopped sending
 _MAX_UNREAD_BYTES = 1 << 20  # of answers, above which the client's pings are not answered
@@ -37,6 +38,7 @@ def set_max_message_size(limit: int) -> None:
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's protocol that rejects a large message from its header, and names the setting."""
 
+    client: tuple[str, int] | None
     close_timer: asyncio.TimerHandle | None
     frames: list[bytes]
 
@@ -46,6 +48,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if _max_message_size is not None:
             self.conn.max_message_size = _max_message_size
             self.conn.fail = self._with_our_reason(self.conn.fail, _max_message_size)
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if self.client is None:
+            self.client = LOCAL_PEER
 
     def data_received(self, data: bytes) -> None:
         if self._close_by:
