@@ -170,7 +170,7 @@ class Context:
         """
         self.request_ids = dict(enumerate(request_ids))
         self._headers, self._parameters = headers, parameters
-        self._processors = [None] * min(len(headers), len(parameters))
+        self._processors = [None] * len(self.request_ids)
         self.stopping_criteria = None
         self._emit = emit
 

@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 
 _IS_DIGIT = bytes(byte in b"-0123456789" for byte in range(256))
+_DIGITS = 20  # and signs, of the shortest integers beyond 64 bits
 _STEPS = (1, 2, 4, 8, 4)  # their sum is 19
 _SHORT = 2048  # bytes, up to which an integer's bits are faster than an array
 
@@ -19,7 +20,7 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
     Raises orjson.JSONDecodeError, also for more digits or levels than Python's ``json`` reads.
     """
     data = bytes(text)
-    if not _has_long_number(data):
+    if len(data) < _DIGITS or not _has_long_number(data):
         return orjson.loads(data)
     try:
         orjson.loads(data)

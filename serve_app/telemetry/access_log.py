@@ -60,9 +60,11 @@ class AccessLog:
         ``client_ids`` are ids that the client sent; only the JSON format has them. ``key`` is the name of the
         request's key.
         """
-        head = (time.time(), client, method, path, http_version, status, milliseconds)
-        size = _FIXED_SIZE + len(path) + sum(map(len, client_ids.values() if client_ids else ()))
-        self._writer.put((*head, request_id, model, version, client_ids, key), size)
+        now, size = time.time(), _FIXED_SIZE + len(path)
+        if client_ids:
+            size += sum(map(len, client_ids.values()))
+        record = (now, client, method, path, http_version, status, milliseconds, request_id, model, version)
+        self._writer.put((*record, client_ids, key), size)
 
     def _format(self, record: Any) -> str:
         """Return a record's line; called in the writer's thread, so that a request does not wait for it."""

@@ -80,7 +80,7 @@ class ClientDisconnected(Exception):
 class ParsedHead:
     """The head of a request, which is parsed once for all requests that have the same bytes as head."""
 
-    __slots__ = ("forwarded", "headers", "method", "path", "scope", "segments")
+    __slots__ = ("content_length", "forwarded", "headers", "method", "path", "scope", "segments")
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -88,6 +88,7 @@ class ParsedHead:
         self.path: str = scope["path"]
         self.segments = self.path.rstrip("/").split("/")[1:]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.content_length = parse_decimal(self.headers.get("content-length", "0"))
         self.forwarded: tuple[str, ...] = ()  # the values of X-Forwarded-For, in their order
         if "x-forwarded-for" in self.headers:
             self.forwarded = tuple(

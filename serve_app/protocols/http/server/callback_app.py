@@ -23,7 +23,6 @@ from serve_app.protocols.http.exchange import (
     Receive,
     Scope,
     Send,
-    parse_decimal,
 )
 from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
 from serve_app.protocols.http.sse import EVENT_STREAM
@@ -101,8 +100,7 @@ class CallbackApp:
         started_at = time.perf_counter()
         try:
             exchange = self._accept(scope, head)
-            headers = exchange.headers
-            length = parse_decimal(headers.get("content-length", "0"))
+            headers, length = exchange.headers, head.content_length
             if length is None or length > self.max_body_size:
                 return None
             if "prefer" in headers or EVENT_STREAM in headers.get("accept", ""):

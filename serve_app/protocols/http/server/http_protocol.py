@@ -74,6 +74,23 @@ def set_callback_app(app: CallbackApp | None) -> None:
     _callback_app = app
 
 
+class _DefaultLines:
+    """The lines of a port's default headers, which uvicorn replaces once a second, with the date."""
+
+    def __init__(self) -> None:
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._lines = b""
+
+    def get(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        if headers is not self._headers:
+            self._lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+            self._headers = headers
+        return self._lines
+
+
+_default_lines = _DefaultLines()
+
+
 class CallbackState(enum.Enum):
     """The state of a connection's request that needs no ASGI task, or a task for its stream only."""
 
@@ -250,7 +267,7 @@ class CallbackProtocol(HttpToolsProtocol):
         self._state, self._request = CallbackState.IDLE, None
         if self.transport.is_closing():
             return
-        start = b"".join(b"%s: %s\r\n" % header for header in self.server_state.default_headers)
+        start = _default_lines.get(self.server_state.default_headers)
         end = b"connection: close\r\n\r\n" if self._is_stopping else b"\r\n"
         self.transport.write_response(STATUS_LINE[status] + start + headers + end, body)
         if self._is_stopping:
