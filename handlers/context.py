@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -173,6 +174,18 @@ class Context:
         self._processors = [None] * len(self.request_ids)
         self.stopping_criteria = None
         self._emit = emit
+
+    def row(self, idx: int) -> Context:
+        """Return a context of row ``idx`` alone, in which its index is 0.
+
+        A status or header that is set in it is that of the row in the batch.
+        """
+        context, emit = copy.copy(self), self._emit
+        context.request_ids = None if self.request_ids is None else {0: self.request_ids[idx]}
+        context._headers, context._parameters = [self._headers[idx]], [self._parameters[idx]]
+        context._processors = [self._row(idx)]
+        context._emit = None if emit is None else lambda _, value: emit(idx, value)
+        return context
 
     @property
     def model_dir(self) -> Path:

@@ -36,6 +36,7 @@ HANDLERS: dict[str, str] = {
     "llm": "handlers.builtin.llm:LanguageModel",
     "object_detector": "handlers.builtin.object_detector:ObjectDetector",
     "onnx": "handlers.builtin.onnx:OnnxHandler",
+    "sagemaker": "handlers.builtin.sagemaker:SageMakerHandler",
     "text_classifier": "handlers.builtin.text_classifier:TextClassifier",
     "trt_llm_handler": "handlers.torchserve_compat.trt_llm_handler:TRTLLMHandler",
     "vllm_handler": "handlers.torchserve_compat.vllm_handler:VLLMHandler",

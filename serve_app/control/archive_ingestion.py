@@ -31,6 +31,7 @@ from serve_app.errors import (
 )
 from serve_app.model_store import workflow_archive
 from serve_app.model_store.archive import (
+    SCRIPT_MODE,
     Archive,
     Manifest,
     ModelConfig,
@@ -590,6 +591,7 @@ def _find_obstacle(spec: ModelSpec, config: ModelConfig) -> str:
         "num_cpus and num_gpus are claimed by hosts, which pools.NAME configures": config.num_cpus
         or config.num_gpus,
         "autoscaling starts replicas, and a pool has a fixed number of hosts": config.autoscaling,
+        "its script's modules have names of their own": handler_module(spec.handler) == SCRIPT_MODE,
         "its requests are captured into files of its own replicas": config.capture,
         "its LoRA adapters are loaded by all replicas of a version": spec.all_adapters,
     }

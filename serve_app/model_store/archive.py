@@ -32,6 +32,9 @@ MAX_DOCUMENT_BYTES = 1 << 20  # of a manifest, a configuration or a specificatio
 MANIFEST = "MAR-INF/MANIFEST.json"
 CONFIG = "model-config.yaml"
 HUGGING_FACE = "huggingface"  # the handler of a model folder
+SCRIPT_MODE = "sagemaker"  # the handler of a folder with a script in SCRIPTS
+SCRIPTS = "code"
+_SCRIPT_REQUIREMENTS = f"{SCRIPTS}/requirements.txt"
 SECTION = "torchrelay"  # of a configuration, with our keys alone; they win
 
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -58,16 +61,26 @@ class Archive:
     def read(cls, directory: Path, name: str, default_handler: str = "") -> Archive:
         """Return an unpacked archive, with TorchServe's defaults for an older or missing manifest.
 
-        A Hugging Face model folder needs no manifest: its handler is ``huggingface``. The stem of ``name`` is
-        the default name of the model. Raises InvalidArchive.
+        A Hugging Face model folder needs no manifest: its handler is ``huggingface``, unless ``code/`` has a
+        script for SageMaker's handler as the default. The stem of ``name`` is the default name of the model.
+        Raises InvalidArchive.
         """
         try:
             text = read_document(directory / MANIFEST, name, MANIFEST)
         except FileNotFoundError:
             config = CONFIG if (directory / CONFIG).is_file() else None
-            if is_model_folder(directory) or (not default_handler and (directory / "config.json").is_file()):
+            has_script = default_handler == SCRIPT_MODE and has_scripts(directory / SCRIPTS)
+            if not has_script and (
+                is_model_folder(directory) or (not default_handler and (directory / "config.json").is_file())
+            ):
                 default_handler = HUGGING_FACE  # its check reports missing files
-            manifest = Manifest(archive_stem(name), handler=default_handler, config_file=config)
+            requirements = _SCRIPT_REQUIREMENTS if (directory / _SCRIPT_REQUIREMENTS).is_file() else None
+            manifest = Manifest(
+                archive_stem(name),
+                handler=default_handler,
+                requirements_file=requirements,
+                config_file=config,
+            )
         else:
             manifest = Manifest.parse(text, name, default_handler)
         return cls(name, directory, manifest)
@@ -246,6 +259,11 @@ def is_model_folder(directory: Path) -> bool:
     from handlers import tasks  # late: reading a manifest needs no handler
 
     return directory.is_dir() and tasks.is_model_folder(path.name for path in directory.iterdir())
+
+
+def has_scripts(folder: Path) -> bool:
+    """Return whether a folder has Python files, and is no archive itself."""
+    return any(folder.glob("*.py")) and not (folder / MANIFEST).is_file()
 
 
 def find_adapter_folder(directory: Path, source: str) -> Path:

@@ -37,6 +37,7 @@ from urllib.parse import unquote
 
 from handlers.untrusted_files import TooManyEntries, open_zip
 from serve_app.errors import ArchiveNotFound, InvalidArchive
+from serve_app.model_store.archive import SCRIPTS, has_scripts
 from serve_app.model_store.atomic_dir import (
     file_lock,
     move_into_place,
@@ -197,6 +198,11 @@ class ArchiveCache:
         return digest.hexdigest()
 
 
+def _belongs_in_model(folder: Path) -> bool:
+    """Return whether a folder is one of a model's, and not the model itself."""
+    return folder.name == "MAR-INF" or (folder.name == SCRIPTS and has_scripts(folder))
+
+
 def _file_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2].lstrip(".") or "archive"
 
@@ -342,7 +348,7 @@ class _ExtractedTree:
         top = list(root.iterdir())
         if not top:
             raise self.refuse("is empty; make it with torch-model-archiver")
-        if len(top) == 1 and top[0].is_dir() and not top[0].is_symlink() and top[0].name != "MAR-INF":
+        if len(top) == 1 and top[0].is_dir() and not top[0].is_symlink() and not _belongs_in_model(top[0]):
             home = self._root / top[0].name
         # All links exist now, so their targets are final.
         for link in links:

@@ -114,6 +114,21 @@ def test_response_status_is_kept_by_row(context: Context) -> None:
     assert context.get_response_status(0) == (404, "")
 
 
+def test_a_row_has_a_context_of_its_own(context: Context) -> None:
+    emitted: list[tuple[int, str]] = []
+    headers = [{"x-user": "ann"}, {"x-user": "bob"}]
+    context.begin(["a", "b"], headers, [{}, {"data": {"content-type": "b/b"}}], lambda *e: emitted.append(e))
+    row = context.row(1)
+    assert (row.get_request_id(0), row.get_request_header(0, "X-User")) == ("b", "bob")
+    assert row.get_request_header(0, "data") == {"content-type": "b/b"}
+    assert row.request_processor is not None and len(row.request_processor) == 1
+    row.set_response_status(422, "no", 0)
+    row.set_response_header(0, "x-a", "1")
+    row.emit(0, "chunk")
+    assert [context.get_response_status(index) for index in (0, 1)] == [(200, ""), (422, "no")]
+    assert context.get_response_headers(1) == {"x-a": "1"} and emitted == [(1, "chunk")]
+
+
 def test_begin_clears_the_previous_batch(context: Context) -> None:
     context.set_response_status(500, "No", 0)
     context.set_response_header(0, "X-Took", "3")

@@ -132,6 +132,23 @@ def test_a_top_directory_becomes_the_models(root, tmp_path):
     assert below(root) == [f"archives/{stored.digest}", f"models/{stored.digest}"]
 
 
+@pytest.mark.parametrize(
+    ("files", "kept"),
+    [
+        (["code/inference.py"], ["code"]),  # the only folder of a model with a script alone
+        (["code/MAR-INF/MANIFEST.json", "code/h.py"], ["MAR-INF", "h.py"]),  # an archive of that name
+        (["code/config.json"], ["config.json"]),
+    ],
+)
+def test_a_folder_of_scripts_is_a_part_of_the_model(root, tmp_path, files, kept):
+    source = tmp_path / "m"
+    for name in files:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("{}")
+    stored = ArchiveCache(root, SETTINGS).store(source, "m")
+    assert sorted(path.name for path in stored.directory.iterdir()) == kept
+
+
 def test_a_directory_is_kept_as_it_was(root, tmp_path):
     source = tmp_path / "m"
     source.mkdir()

@@ -431,3 +431,22 @@ def test_a_cut_of_torchserves(write):
         None,
         ["parallelType"],
     )
+
+
+def write_scripts(directory: Path, *files: str) -> Path:
+    for name in files:
+        file = directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}" if name.endswith(".json") else "")
+    return directory
+
+
+def test_a_folder_with_a_script_has_sagemaker_s_handler_where_it_is_the_default(tmp_path: Path) -> None:
+    files = "code/inference.py", "code/requirements.txt", "config.json", "model.safetensors"
+    folder = write_scripts(tmp_path / "scripted", *files)
+    manifest = read(folder, "sagemaker").manifest
+    assert (manifest.handler, manifest.requirements_file) == ("sagemaker", "code/requirements.txt")
+    assert read(folder).manifest.handler == "huggingface"
+    bare = write_scripts(tmp_path / "bare", "config.json", "model.safetensors")
+    assert read(bare, "sagemaker").manifest.handler == "huggingface"
+    assert read(bare, "sagemaker").manifest.requirements_file is None
