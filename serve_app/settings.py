@@ -147,6 +147,8 @@ class InferenceSettings(_Section):
     # to a request over clientTimeoutInMills: 504, or none at all
     late_response: Literal["send", "drop"] = "send"
     max_workflow_items: int = 1000  # of one request for which a step of a workflow runs once each
+    # /ping: TorchServe's, or 200 without a body only while every model of the start-up can answer
+    ping: Literal["torchserve", "ready"] = "torchserve"
     # how much of a handler's error a caller sees
     handler_errors: Literal["hidden", "message", "traceback"] = "hidden"
     serve_management: bool = False  # the management API on this port too

@@ -360,6 +360,27 @@ class DataPlane:
         """Return whether a table is here, and every version loaded at startup is ready or has failed."""
         return self._reader.table.generation > 0 and self._reader.table.startup_complete
 
+    def serves_startup_models(self, count: int) -> bool:
+        """Return whether at least ``count`` versions were loaded at startup, and each of them can answer.
+
+        A version that starts with its next request can answer, too.
+        """
+        table = self._reader.table
+        routes = [
+            route
+            for model in table.models.values()
+            for route in model.versions.values()
+            if route.loaded_at_startup
+        ]
+        return (
+            self.ready
+            and len(routes) >= count
+            and all(
+                table.accepts_requests(route) or (route.wake_timeout > 0 and route.phase != "failed")
+                for route in routes
+            )
+        )
+
     @property
     def healthy(self) -> bool:
         """Return whether every default version has its replicas, or still has time to recover them."""

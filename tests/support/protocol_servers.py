@@ -112,10 +112,11 @@ def _create_inference(
     infer: Infer = echo,
     table: RoutingTable | None = None,
     control_api: Any = None,
+    control: ControlSettings | None = None,
     **settings_: Any,
 ) -> Inference:
     backend, meters, access_log = FakeBackend(infer), Meters(), RecordingAccessLog()
-    settings = Settings(inference=InferenceSettings(**settings_))
+    settings = Settings(control=control or ControlSettings(), inference=InferenceSettings(**settings_))
     reader = RoutingTableReader(two_versions() if table is None else table)
     plane = DataPlane(
         reader,
@@ -123,8 +124,8 @@ def _create_inference(
         lambda ref, row: backend.at(ref),
         limits=DataPlaneLimits(max_workflow_items=settings.inference.max_workflow_items),
     )
-    control = ControlPlane(control_api or FakeControlAPI(), settings, lambda: plane.access)
-    app = inference_app(plane, settings, meters, access_log, control)
+    control_plane = ControlPlane(control_api or FakeControlAPI(), settings, lambda: plane.access)
+    app = inference_app(plane, settings, meters, access_log, control_plane)
     return Inference(app, backend, meters, access_log.lines, reader, plane, path, test)
 
 

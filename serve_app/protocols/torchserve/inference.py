@@ -83,6 +83,7 @@ class InferenceRoutes:
         self._api_document = openapi.BOTH if settings.inference.serve_management else openapi.INFERENCE
         self._drops_late_responses = settings.inference.late_response == "drop"
         self._handler_errors = settings.inference.handler_errors
+        self._ping_requires = _count_required_models(settings) if settings.inference.ping == "ready" else None
         self._routes: dict[str, Route] = {
             "predictions": self._predict,
             "explanations": self._explain,
@@ -310,7 +311,10 @@ class InferenceRoutes:
         await exchange.send_stream(clamp_status(head.status), headers, ResponseStream(head, events))
 
     async def _ping(self, exchange: HttpExchange) -> None:
-        if self._plane.healthy:
+        if self._ping_requires is not None:
+            status = 200 if self._plane.serves_startup_models(self._ping_requires) else 503
+            await exchange.send_response(status, [], b"")
+        elif self._plane.healthy:
             await json_errors.send_json(exchange, {"status": "Healthy"})
         else:
             await json_errors.send_json(exchange, {"status": "Unhealthy"}, 500)
@@ -353,6 +357,12 @@ def _build_request(
     headers["explain"] = "True" if kind == "explain" else "False"
     deadline, priority = parse_deadline(headers), parse_priority(headers)
     return InferenceRequest(model, version, inputs, headers, kind, exchange.request_id, deadline, priority)
+
+
+def _count_required_models(settings: Settings) -> int:
+    """Return the number of models that the start-up must load; ``all`` of the model store is one or more."""
+    names = settings.control.load_models
+    return 0 if names in ("", "none") else len(names.split(","))
 
 
 async def _one_chunk(body: bytes) -> AsyncIterator[bytes]:

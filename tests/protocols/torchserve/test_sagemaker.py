@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
+from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.errors import StartOutOfMemory
+from serve_app.settings import ControlSettings
 
 JSON = {"content-type": "application/json"}
 
@@ -42,3 +46,56 @@ def test_a_model_without_room_in_memory_is_507(inference: Any, management: Any) 
     control_api = management().control_api
     control_api.error = StartOutOfMemory("m", "1.0", "MemoryError")
     assert load(inference(control_api=control_api, serve_management=True)).status == 507
+
+
+def table(*routes: VersionRoute, complete: bool = True) -> RoutingTable:
+    models = {f"m{index}": ModelRoute("1.0", {"1.0": route}) for index, route in enumerate(routes)}
+    return RoutingTable(1, models, complete)
+
+
+READY = VersionRoute("1.0", "ready", 1, loaded_at_startup=True)
+FAILED = VersionRoute("1.0", "failed", 0, loaded_at_startup=True)
+
+
+@pytest.mark.parametrize(
+    ("routes", "status"),
+    [
+        (table(READY), 200),
+        (table(READY, READY), 200),
+        (RoutingTable(), 503),  # this process has no table yet
+        (table(complete=False), 503),  # the model is being fetched
+        (table(VersionRoute("1.0", "loading", 0, loaded_at_startup=True), complete=False), 503),
+        (table(), 503),  # the model was refused
+        (table(FAILED), 503),
+        (table(READY, FAILED), 503),
+        (table(VersionRoute("1.0", "loading", 0, loaded_at_startup=True)), 503),  # its replica died
+        (table(VersionRoute("1.0", "idle", 0, loaded_at_startup=True, wake_timeout=9.0)), 200),
+        (table(READY, VersionRoute("1.0", "failed", 0)), 200),  # registered at run time
+    ],
+)
+def test_ping_follows_the_models_of_the_start_up(inference: Any, routes: RoutingTable, status: int) -> None:
+    response = inference(table=routes, ping="ready")("GET", "/ping")
+    assert (response.status, response.body) == (status, b"")
+
+
+def test_ping_needs_no_model_where_none_is_loaded_at_the_start(asgi_inference: Any) -> None:
+    control = ControlSettings(load_models="none")
+    for routes, status in ((table(), 200), (table(complete=False), 503), (table(FAILED), 503)):
+        app = asgi_inference(table=routes, control=control, ping="ready")
+        assert app("GET", "/ping").status == status
+
+
+def test_a_custom_attribute_reaches_the_model_and_its_stream_is_sent_in_chunks(inference: Any) -> None:
+    app = inference(chunks)
+    attributes = {"x-amzn-sagemaker-custom-attributes": "trace=1", "content-type": "text/csv"}
+    response = app("POST", "/invocations?model_name=m", b"a,b", attributes)
+    assert (response.status, response.chunks) == (200, [b"a", b"b", b""]), "and the end of the body"
+    assert app.backend.requests[0].headers["x-amzn-sagemaker-custom-attributes"] == "trace=1"
+
+
+async def chunks(request: InferenceRequest) -> ResponseStream:
+    async def split() -> AsyncIterator[bytes]:
+        for word in request.inputs[-1].value.split(b","):
+            yield word
+
+    return ResponseStream(InferenceResponse(b"", "text/plain", version="1.0"), split())
