@@ -127,6 +127,8 @@ class ControlSettings(_Section):
     node_types: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     controller_memory_limit: Annotated[int, pydantic.Field(ge=0)] = 1024  # MiB; 0: none
     enable_model_api: bool = True
+    # another program evicts models: a registration without room is 507 at once, a removal waits for replicas
+    external_eviction: bool = False
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"
     models: Mapping[str, Mapping[str, VersionSettings]] = field(default_factory=dict)  # by model and version
     traffic: Mapping[str, Mapping[str, Any]] = field(

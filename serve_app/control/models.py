@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import orjson
 
-from serve_app.control import registry_changes
+from serve_app.control import placement_check, registry_changes
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.cancellation import run_to_end
 from serve_app.control.cluster_metrics import ClusterMetrics
@@ -42,10 +42,12 @@ from serve_app.domain.urls import redact_url
 from serve_app.errors import (
     Conflict,
     HandlerFailed,
+    InsufficientResources,
     ModelNotAllowed,
     NoReplica,
     RelayError,
     StartFailed,
+    StartOutOfMemory,
 )
 from serve_app.model_store.archive import HUGGING_FACE, archive_stem
 from serve_app.runtime.package_envs import PackageEnvs
@@ -60,6 +62,7 @@ _QUEUE_MAX_AGE_S = 1.0  # of the length of a queue that a description shows
 # For which a description waits for it. A process that loads a model may take 0.2 s; samples also arrive with
 # its next long poll, which takes at most 5 s.
 _QUEUE_TIMEOUT_S = 0.03
+_REMOVAL_TIMEOUT_S = 60.0  # for which a removal waits, with control.external_eviction
 _MAX_LINE_LENGTH = 300  # characters of an installer's line in an event
 
 
@@ -177,7 +180,12 @@ class ModelService:
     async def _check_placement(self, spec: ModelSpec) -> None:
         """Raise InsufficientResources where no node can hold a replica, or a host of the version's pool."""
         claiming = self.pools.find_claiming_spec(spec) if spec.is_pooled else spec
-        await self._reconcile_loop.check_placement(claiming)
+        try:
+            await self._reconcile_loop.check_placement(claiming)
+        except InsufficientResources as error:
+            if not self._settings.control.external_eviction:
+                raise
+            raise StartOutOfMemory(spec.name, spec.version, str(error)) from None
 
     def _check_scale(self, spec: ModelSpec) -> None:
         """Raise LimitExceeded where a version's new workers or autoscaling are beyond a limit."""
@@ -206,7 +214,15 @@ class ModelService:
             finally:  # it may be stored, and a reader late
                 if not has_version(self._state.registry, ref):
                     self._finish_history(ref)
+        if self._settings.control.external_eviction:
+            await self._wait_until_ended(ref)
         return ref
+
+    async def _wait_until_ended(self, ref: ModelRef) -> None:
+        """Wait until the replicas of a removed version have ended, but for 60 seconds at most."""
+        deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
+        while self._reconcile_loop.is_draining(ref) and time.monotonic() < deadline:
+            await self._reconcile_loop.wait_for_round()
 
     def _finish_history(self, ref: ModelRef) -> None:
         """Finish the history of a version that was removed while it started."""
@@ -390,7 +406,10 @@ class ModelService:
         return replace(progress, bounds=_autoscaling_bounds(spec))
 
     async def _report_missing_resources(self, history: EventHistory, spec: ModelSpec) -> None:
-        """Append an event with the resources that a version without a place waits for."""
+        """Append an event with the resources that a version without a place waits for.
+
+        Raises StartOutOfMemory where another program evicts models: it waits for this answer.
+        """
         # Resources that a replica has just been given count as not free.
         if time.time() - history.events[-1].time < PLACEMENT_REPORT_S:
             return
@@ -398,6 +417,8 @@ class ModelService:
             node_type = find_node_type(spec, self._settings.control.node_types)
             details = {"node_type": node_type} if node_type else {}
             self._events.append(history, "starting", workers=spec.min_workers, waiting_for=missing, **details)
+            if self._settings.control.external_eviction:
+                raise StartOutOfMemory(spec.name, spec.version, placement_check.explain(spec, missing))
 
 
 def _advice(spec: ModelSpec) -> str:

@@ -58,13 +58,14 @@ _OWN_KEY = KeySettings("ops", f"sha256:{sha256(b'ops').hexdigest()}", "manage")
 class SimulatedServe:
     """Ray Serve's part: applications run as soon as they should, except those that are ``broken``.
 
-    Those in ``starting`` are deployed, and have no replica yet.
+    Those in ``starting`` are deployed, and have no replica yet; ``free`` has the resources for them.
     """
 
     def __init__(self, health: HealthTracker) -> None:
         self.apps: dict[str, DesiredState] = {}
         self.broken: set[str] = set()
         self.starting: set[str] = set()
+        self.free = self.get_total_resources()
         self._health = health
 
     def observe(self) -> dict[str, ObservedApp]:
@@ -82,6 +83,9 @@ class SimulatedServe:
 
     def get_total_resources(self) -> dict[str, dict[str, float]]:
         return {"10.0.0.1": {"CPU": 2.0, "memory": 2.0**34}}
+
+    def get_free_resources(self) -> dict[str, dict[str, float]]:
+        return self.free
 
     def list_replicas(self, states: tuple[str, ...] = ()) -> set[str]:
         return set()
@@ -104,13 +108,16 @@ class _Environments:
 
 
 class ControlServices:
-    """The services of one start of the control plane, on the running event loop."""
+    """The services of one start of the control plane, on the running event loop.
 
-    def __init__(self, home: Path, url: str = "") -> None:
+    ``control`` has settings of the section of that name.
+    """
+
+    def __init__(self, home: Path, url: str = "", **control: Any) -> None:
         (home / "model_store").mkdir(exist_ok=True)
         self.settings = settings = Settings(
             home=str(home),
-            control=ControlSettings(acknowledge_timeout=0.2, database_url=url),
+            control=ControlSettings(acknowledge_timeout=0.2, database_url=url, **control),
             auth=AuthSettings(keys=(_OWN_KEY,)),
         )
         self.meters = Meters()
