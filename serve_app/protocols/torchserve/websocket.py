@@ -14,6 +14,7 @@ from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.access import KeyGrant
 from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
 from serve_app.errors import (
+    MissingParameter,
     ModelNotAllowed,
     RelayError,
     RequestTooLarge,
@@ -32,6 +33,7 @@ from serve_app.protocols.http.exchange import (
     uuid4,
 )
 from serve_app.protocols.http.port_rules import PortRules
+from serve_app.protocols.torchserve import form_data
 from serve_app.settings import Settings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import AccessLog
@@ -41,10 +43,14 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED_MESSAGES = 16  # of one connection, behind the request that is processed
 _MESSAGE_TOO_BIG, _POLICY_VIOLATION = 1009, 1008  # RFC 6455, 7.4.1
 _CLIENT_CLOSED_REQUEST = 499
+_INVOCATIONS = "invocations-bidirectional-stream"  # of SageMaker
 
 
 class WebSocketRoutes:
     """The WebSocket ``/predictions/{model}[/{version}]``, whose requests are processed one after the other.
+
+    SageMaker's ``/invocations-bidirectional-stream`` is the same for the model that its query names, or for
+    the only one of the start-up.
 
     A text message that starts as a JSON object or list is JSON, any other text message is text, and a binary
     message is bytes; the handshake's Content-Type overrides all three. The response is a message for each
@@ -94,13 +100,25 @@ class WebSocketRoutes:
         self._rules.cross_site.check(exchange.method, exchange.path, exchange.headers)
         auth.authorize(self._plane.access, exchange, "infer")
         segments = exchange.segments
-        if len(segments) < 2 or segments[0] != "predictions":
+        if segments == [_INVOCATIONS]:
+            exchange.model = self._select_invoked_model(exchange)
+        elif len(segments) > 1 and segments[0] == "predictions":
+            exchange.model, exchange.version = segments[1], segments[2] if len(segments) > 2 else ""
+        else:
             raise ResourceNotFound()
-        exchange.model, exchange.version = segments[1], segments[2] if len(segments) > 2 else ""
         exchange.headers |= {"url_path": "/".join(segments[3:]), "explain": "False"}
         auth.require_model(exchange, exchange.model)
         parse_deadline(exchange.headers), parse_priority(exchange.headers)
         self._plane.find_version(exchange.model, exchange.version or None)
+
+    def _select_invoked_model(self, exchange: HttpExchange) -> str:
+        """Return the model that the query names, else the only one that was loaded at startup."""
+        query = form_data.parse_query(exchange.scope.get("query_string", b""))
+        names = [part.value.decode("utf-8", "replace") for part in query if part.name == "model_name"]
+        model = names[0] if names else self._plane.startup_model
+        if not model:
+            raise MissingParameter("model_name")
+        return model
 
     async def infer(self, session: _WebSocketSession, request_id: str, part: InputPart) -> None:
         """Run one request and send its response. Raises RelayError."""

@@ -239,10 +239,35 @@ def test_a_version_and_the_handshakes_headers(inference: Any) -> None:
     assert call.deadline is not None
 
 
+def test_bidirectional_stream_of_sagemaker(inference: Any) -> None:
+    rows = {"1.0": VersionRoute("1.0", "ready", 1, loaded_at_startup=True)}
+    only = RoutingTable(1, {"m": ModelRoute("1.0", rows)}, startup_complete=True)
+    stream = "/invocations-bidirectional-stream"
+    app = inference(echo, table=only)
+    with listening(app.app) as address:
+        for path in (stream, f"{stream}?model_name=m"):
+            with connect(address + path) as line:
+                assert line.ping().wait(60), "SageMaker closes a connection that does not answer"
+                line.send("hello")
+                assert received(line)[0] == ["hellotext/plain"]
+                line.send(b"\xff")
+                assert received(line)[0] == [b"\xff"]
+    assert [request.model for request in app.backend.requests] == ["m"] * 4
+    with (
+        listening(inference(echo).app) as address,
+        pytest.raises(InvalidStatus) as refused,
+        connect(address + stream),
+    ):
+        pass
+    assert refused.value.response.status_code == 400, "no model was loaded at startup"
+
+
 @pytest.mark.parametrize(
     ("path", "headers", "status", "reason"),
     [
         ("/predictions/none", {}, 404, "model_not_found"),
+        ("/invocations-bidirectional-stream?model_name=none", {}, 404, "model_not_found"),
+        ("/invocations-bidirectional-stream/m", {}, 404, "no_route"),
         ("/predictions/m/9", {}, 404, "version_not_found"),
         ("/predictions", {}, 404, "no_route"),
         ("/ping", {}, 404, "no_route"),
