@@ -112,7 +112,9 @@ def translate(flags: TorchServeFlags, environment: Mapping[str, str], folder: Pa
             ".log_format in an app.yaml instead"
         )
     state = state_dir(environment, folder, flags.no_config_snapshots)
-    document = app_document(translated, folder, {"home": str(folder), "control": {"state_dir": str(state)}})
+    extra_args: dict[str, Any] = dict(sagemaker.settings(environment))
+    extra_args["control"] = {**extra_args.get("control", {}), "state_dir": str(state)}
+    document = app_document(translated, folder, {"home": str(folder), **extra_args})
     return ServerDocument(document, source, translated, tuple(warnings))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,9 @@ import pytest
 
 from serve_app.cli.server_process import StartError
 from serve_app.cli.torchserve_flags import TorchServeFlags, translate
+from serve_app.control.archive_ingestion import ArchiveIngestor
+from serve_app.domain.model import Registration
+from serve_app.errors import ArchiveNotFound
 from serve_app.settings import Settings, load
 
 Start = Callable[..., tuple[tuple[str, int], Settings]]
@@ -20,7 +26,8 @@ def settings_of(tmp_path: Path) -> Start:
     def start(text: str = "", **environment: str) -> tuple[tuple[str, int], Settings]:
         (tmp_path / "store").mkdir(exist_ok=True)
         (tmp_path / "config.properties").write_text(text)
-        document: Any = translate(TorchServeFlags(model_store="store"), environment, tmp_path).document
+        flags = TorchServeFlags(model_store=None if "SAGEMAKER_BASE_DIR" in environment else "store")
+        document: Any = translate(flags, environment, tmp_path).document
         http = document["http_options"]
         return (http["host"], http["port"]), load(document["applications"][0]["args"])
 
@@ -28,17 +35,17 @@ def settings_of(tmp_path: Path) -> Start:
 
 
 def test_multi_model_mode_serves_all_apis_on_one_port(settings_of: Start) -> None:
-    address, settings = settings_of(SAGEMAKER_MULTI_MODE="true", SAGEMAKER_BIND_TO_PORT="9001")
+    address, settings = settings_of(SAGEMAKER_MULTI_MODEL="true", SAGEMAKER_BIND_TO_PORT="9001")
     assert address == ("0.0.0.0", 9001)
     assert settings.inference.serve_management and settings.control.enable_model_api
     assert settings.runtime.default_workers_per_model == 1
     assert settings.auth.mode == "off"
-    assert settings_of(SAGEMAKER_MULTI_MODE="true")[0] == ("0.0.0.0", 8080)
+    assert settings_of(SAGEMAKER_MULTI_MODEL="true")[0] == ("0.0.0.0", 8080)
 
 
 def test_file_takes_precedence_for_optional_settings(settings_of: Start) -> None:
     text = "default_workers_per_model=3\ndisable_token_authorization=false\ninference_address=http://127.0.0.1:7000\n"
-    address, settings = settings_of(text, SAGEMAKER_MULTI_MODE="true", SAGEMAKER_BIND_TO_PORT="9001")
+    address, settings = settings_of(text, SAGEMAKER_MULTI_MODEL="true", SAGEMAKER_BIND_TO_PORT="9001")
     assert address == ("0.0.0.0", 9001)
     assert (settings.runtime.default_workers_per_model, settings.auth.mode) == (3, "on")
 
@@ -70,4 +77,151 @@ def test_invalid_ports_are_refused(settings_of: Start, value: str) -> None:
 
 
 def test_outside_sagemaker_nothing_changes(settings_of: Start) -> None:
-    assert settings_of(SAGEMAKER_MULTI_MODE="false") == settings_of()
+    assert settings_of(SAGEMAKER_MULTI_MODEL="false") == settings_of()
+
+
+# Models
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Return a folder in place of /opt/ml, whose model has a script."""
+    folder = tmp_path / "opt/ml"
+    (folder / "model/code").mkdir(parents=True)
+    (folder / "model/code/inference.py").write_text("def model_fn(model_dir): return model_dir")
+    return folder
+
+
+def test_no_key_is_required(settings_of: Start) -> None:
+    assert settings_of(SAGEMAKER_BIND_TO_PORT="9001")[1].auth.mode == "off"
+    assert settings_of()[1].auth.mode == "on"
+
+
+def test_the_only_model_is_loaded_in_script_mode(settings_of: Start, base: Path) -> None:
+    address, settings = settings_of(SAGEMAKER_BASE_DIR=str(base))
+    assert address == ("0.0.0.0", 8080)
+    assert settings.control.load_models == f"model={base}/model"
+    assert settings.store.default_service_handler == "sagemaker" and settings.store.trusted == ("*",)
+    runtime = settings.runtime
+    assert not runtime.decode_input_request and runtime.install_py_dep_per_model
+    assert runtime.pip_allow_options and runtime.pip_allow_source_builds
+    assert runtime.handler_env_vars == ("*",)
+    assert (runtime.default_response_timeout, runtime.default_workers_per_model) == (60, 0)
+    assert settings.inference.ping == "ready" and settings.auth.mode == "off"
+    assert not settings.inference.serve_management and settings.management.host == "127.0.0.1"
+    assert not settings.control.models and not settings.control.external_eviction
+
+
+def test_variables_of_the_toolkits(settings_of: Start, base: Path) -> None:
+    _, settings = settings_of(
+        SAGEMAKER_BASE_DIR=str(base),
+        SAGEMAKER_TS_BATCH_SIZE="8",
+        SAGEMAKER_TS_MAX_WORKERS="3",
+        SAGEMAKER_MODEL_SERVER_WORKERS="2",
+        SAGEMAKER_MODEL_SERVER_TIMEOUT="90",
+        SAGEMAKER_CONTAINER_LOG_LEVEL="10",
+        SAGEMAKER_HANDLER="package.module:handle",
+    )
+    model = settings.control.models["model"]["1.0"]
+    assert (model.batch_size, model.max_batch_delay, model.response_timeout) == (8, 100, 60)
+    assert (model.min_workers, model.max_workers, model.default_version) == (2, 3, True)
+    assert settings.runtime.default_response_timeout == 90
+    assert settings.telemetry.log_level == "DEBUG"
+    assert settings.store.default_service_handler == "package.module:handle"
+
+
+def test_requirements_come_from_the_index_that_pip_s_variables_name(settings_of: Start, base: Path) -> None:
+    variables = {"PIP_INDEX_URL": "https://a", "PIP_EXTRA_INDEX_URL": "https://b https://c"}
+    runtime = settings_of(SAGEMAKER_BASE_DIR=str(base), PIP_FIND_LINKS="/w", **variables)[1].runtime
+    assert (runtime.pip_index_url, runtime.pip_extra_index_urls) == ("https://a", ("https://b", "https://c"))
+    assert runtime.pip_find_links == ("/w",)
+    assert settings_of(**variables)[1].runtime.pip_index_url == ""
+
+
+def test_the_toolkits_own_handler_is_replaced(settings_of: Start, base: Path) -> None:
+    handler = "sagemaker_pytorch_serving_container.handler_service"
+    _, settings = settings_of(SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_HANDLER=handler)
+    assert settings.store.default_service_handler == "sagemaker"
+
+
+def test_more_minimum_workers_raise_the_maximum(settings_of: Start, base: Path) -> None:
+    _, settings = settings_of(SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_TS_MIN_WORKERS="4")
+    model = settings.control.models["model"]["1.0"]
+    assert (model.min_workers, model.max_workers, model.batch_size) == (4, 4, 1)
+
+
+@pytest.mark.parametrize("level", ["20", "25", "30", "55", "0"])
+def test_log_levels_are_python_s(settings_of: Start, base: Path, level: str) -> None:
+    _, settings = settings_of(SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_CONTAINER_LOG_LEVEL=level)
+    expected = {"20": "INFO", "25": "INFO", "30": "WARNING", "55": "CRITICAL", "0": "DEBUG"}
+    assert settings.telemetry.log_level == expected[level]
+
+
+@pytest.mark.parametrize("variable", ["TS_BATCH_SIZE", "MODEL_SERVER_TIMEOUT", "MODEL_SERVER_WORKERS"])
+@pytest.mark.parametrize("value", ["many", "0", "-1"])
+def test_variables_that_are_no_numbers_are_refused(
+    settings_of: Start, base: Path, variable: str, value: str
+) -> None:
+    with pytest.raises(StartError, match=f"SAGEMAKER_{variable}={value}: it is a whole number from 1"):
+        settings_of(**{"SAGEMAKER_BASE_DIR": str(base), f"SAGEMAKER_{variable}": value})
+
+
+def test_archives_in_the_model_folder_are_torchserve_s(settings_of: Start, base: Path) -> None:
+    (base / "model/net.mar").write_bytes(b"")
+    _, settings = settings_of(SAGEMAKER_BASE_DIR=str(base))
+    assert (settings.store.model_store, settings.control.load_models) == (str(base / "model"), "all")
+    assert settings.runtime.decode_input_request
+
+
+def test_models_of_a_multi_model_endpoint(settings_of: Start, base: Path) -> None:
+    _, settings = settings_of(
+        SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_MULTI_MODEL="true", SAGEMAKER_TS_BATCH_SIZE="8"
+    )
+    assert settings.control.load_models == "none" and not settings.control.models
+    assert settings.control.external_eviction and settings.control.enable_model_api
+    assert settings.store.default_service_handler == "sagemaker" and settings.store.trusted == ("*",)
+    assert settings.inference.ping == "ready" and settings.inference.serve_management
+    ingestor = ArchiveIngestor(settings)
+    with pytest.raises(ArchiveNotFound, match="does not match any allowed URL"):
+        ingestor.ingest(Registration(str(base.parent), model_name="m"))
+    (base / "models/hash").mkdir(parents=True)
+    (base / "model").rename(base / "models/hash/model")
+    spec = ingestor.ingest(Registration(f"{base}/models/hash/model", model_name="m"))
+    assert (spec.name, spec.handler, spec.min_workers) == ("m", "sagemaker", 1)
+
+
+def test_the_only_model_answers_by_its_script(settings_of: Start, base: Path) -> None:
+    """From the variables to a response: the start-up's registration, its spec, and a batch of its runner."""
+    (base / "model/code/requirements.txt").write_text("# none\n")
+    (base / "model/code/inference.py").write_text(
+        "def model_fn(model_dir): return 'model'\n"
+        "def input_fn(data, content_type): return data\n"
+        "def predict_fn(data, model): return f'{model}: {data}'\n"
+        "def output_fn(prediction, accept): return prediction\n"
+    )
+    _, settings = settings_of(SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_TS_BATCH_SIZE="4")
+    ingestor = ArchiveIngestor(settings)
+    (registration,) = ingestor.startup_registrations()
+    spec = ingestor.ingest(registration, at_startup=True)
+    assert (spec.name, spec.version, spec.handler) == ("model", "1.0", "sagemaker")
+    assert (spec.batch_size, spec.max_batch_delay, spec.requirements) == (4, 100, "code/requirements.txt")
+    program = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from serve_app.domain.model import ModelSpec\n"
+        "from serve_app.domain.request import InferenceRequest, InputPart\n"
+        "from serve_app.runtime.runner import Runner\n"
+        "from serve_app.settings import RuntimeSettings\n"
+        "spec = ModelSpec('model', '1.0', '', '', '', handler='sagemaker', config={'trusted': True})\n"
+        "runner = Runner(spec, Path(sys.argv[1]), {}, RuntimeSettings(decode_input_request=False))\n"
+        "runner.load()\n"
+        "headers = {'content-type': 'application/json'}\n"
+        "parts = [(InputPart('body', body, 'application/json'),) for body in (b'{ }', b'[1]')]\n"
+        "rows = [InferenceRequest('model', None, part, headers) for part in parts]\n"
+        "print(json.dumps([row.body.decode() for row in runner.run(rows, lambda index, chunk: None)]))\n"
+    )
+    # In a process of its own, which belongs to the model.
+    command = [sys.executable, "-c", program, str(ingestor.directory(spec))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["model: { }", "model: [1]"]
