@@ -1,6 +1,10 @@
 #!/bin/sh
-# Puts the lines of serve.env into the environment, except those that are set already, and becomes the command;
-# torchserve stays in the foreground, or the container would end as soon as the server has started.
+# Puts the lines of serve.env into the environment, except those that are set already, and becomes the command.
+#
+# `serve` alone is what SageMaker and the image pytorch/torchserve are started with: the model in /opt/ml/model, or a
+# server of /home/model-server/config.properties. As in that image, other arguments are evaluated by a shell;
+# those of `sh -c` and `python -c` stay as they are. torchserve stays in the foreground, or the container would end
+# as soon as the server has started.
 set -eu
 umask 077
 
@@ -19,7 +23,33 @@ while read -r line || [ -n "$line" ]; do
   printenv "$key" >/dev/null || export "$line"
 done <"$file"
 
-if [ "${1-}" = torchserve ]; then
-  set -- "$@" --foreground
+home=${MODEL_SERVER_HOME:-/home/model-server}
+if [ -z "${TEMP-}" ] && [ -w "$home/tmp" ]; then
+  export TEMP="$home/tmp"
 fi
-exec "$@"
+if [ "$*" = serve ]; then
+  base=${SAGEMAKER_BASE_DIR:-/opt/ml}
+  if [ -d "$base/model" ] || [ "${SAGEMAKER_MULTI_MODEL-}" = true ]; then
+    export SAGEMAKER_BASE_DIR="$base"
+    cd "${TORCHRELAY_HOME:-/srv/torchrelay}" # without that config.properties
+    set -- torchserve --start
+  else
+    set -- torchserve --start --ts-config "$home/config.properties"
+  fi
+fi
+
+# tini reaps what Ray's processes leave. SageMaker's documentation forbids it as an image's entry point.
+init=
+if [ $$ -eq 1 ] && command -v tini >/dev/null; then
+  init='tini --'
+fi
+torchserve() {
+  exec $init torchserve "$@" --foreground
+}
+case ${2-} in
+  -c | -?c | -??c) exec $init "$@" ;;
+esac
+case "$*" in
+  torchserve | 'torchserve '* | *[\;\&\|]*) eval "$*" ;; # the function above
+  *) eval "exec $init $*" ;;
+esac

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cluster import lock
+from serve_app import torchserve_config
 from serve_app.cli.server_process import read_env
 from tests.support.image_root import read_stages, read_target
 
@@ -104,27 +106,113 @@ def test_a_line_that_is_no_setting_stops_the_start(tmp_path: Path, line: str) ->
     assert f"line 2: '{line}' is not KEY=VALUE" in done.stderr
 
 
-def test_torchserve_stays_in_the_foreground(tmp_path: Path) -> None:
-    """KServe's runtime says `torchserve --start`, which goes to the background by itself."""
-    command = tmp_path / "torchserve"
-    command.write_text('#!/bin/sh\nprintf "%s\n" "$@"\n')
+@pytest.fixture
+def torchserve(tmp_path: Path) -> Callable[..., list[str]]:
+    """Return ``call(*arguments)``: the image's arguments, as the command torchserve receives them.
+
+    The first of the returned words is its working directory, the second SAGEMAKER_BASE_DIR, the third TEMP.
+    """
+    command = tmp_path / "bin/torchserve"
+    command.parent.mkdir()
+    command.write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "${SAGEMAKER_BASE_DIR-}" "${TEMP-}" "$@"\n')
     command.chmod(0o755)
-    file = tmp_path / "serve.env"
-    file.write_text("")
-    done = run(file, "torchserve", "--start", "--ts-config=a b", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert done.stdout.splitlines() == ["--start", "--ts-config=a b", "--foreground"]
+    (tmp_path / "serve.env").write_text("")
+    folders = {name: tmp_path / name for name in ("MODEL_SERVER_HOME", "TORCHRELAY_HOME")}
+    for folder in folders.values():
+        folder.mkdir()
+
+    def call(*arguments: str, **env: str) -> list[str]:
+        variables = {name: str(folder) for name, folder in folders.items()}
+        variables |= {"SAGEMAKER_BASE_DIR": str(tmp_path / "ml")} | env
+        path = f"{command.parent}:{os.environ['PATH']}"
+        done = run(tmp_path / "serve.env", *arguments, PATH=path, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return call
 
 
-def test_the_entrypoint_becomes_the_command(tmp_path: Path) -> None:
+def test_torchserve_stays_in_the_foreground(torchserve: Callable[..., list[str]]) -> None:
+    """KServe's runtime says `torchserve --start`, which goes to the background by itself."""
+    given = torchserve("torchserve", "--start", "--model-store=m")[3:]
+    assert given == ["--start", "--model-store=m", "--foreground"]
+
+
+def test_arguments_are_evaluated_as_by_the_image_of_torchserve(torchserve: Callable[..., list[str]]) -> None:
+    words = "torchserve", "--start", "--model-store", '"$MODEL_BASE_PATH/store"', "--models", "$NAME.mar"
+    given = torchserve(*words, MODEL_BASE_PATH="/a b", NAME="m")[3:]
+    assert given == ["--start", "--model-store", "/a b/store", "--models", "m.mar", "--foreground"]
+    given = torchserve("true && torchserve --start; echo never")[3:]
+    assert given == ["--start", "--foreground"]
+    assert torchserve("echo", "$NAME", "&&", "echo", "then", NAME="m") == ["m", "then"]
+
+
+def test_serve_starts_the_configuration_of_the_image_of_torchserve(
+    torchserve: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "MODEL_SERVER_HOME/tmp").mkdir()
+    config = str(tmp_path / "MODEL_SERVER_HOME/config.properties")
+    _, _, temporary, *given = torchserve("serve")
+    assert given == ["--start", "--ts-config", config, "--foreground"]
+    assert temporary == str(tmp_path / "MODEL_SERVER_HOME/tmp")
+    assert torchserve("serve", TEMP="/own")[2] == "/own"
+
+
+@pytest.mark.parametrize("multi", ["true", "false"])
+def test_serve_starts_the_models_of_sagemaker(
+    torchserve: Callable[..., list[str]], tmp_path: Path, multi: str
+) -> None:
+    if multi == "false":
+        (tmp_path / "ml/model").mkdir(parents=True)
+    folder, base, _, *given = torchserve("serve", SAGEMAKER_MULTI_MODEL=multi)
+    assert (base, given) == (str(tmp_path / "ml"), ["--start", "--foreground"])
+    assert folder == str(tmp_path / "TORCHRELAY_HOME"), "without TorchServe's config.properties"
+
+
+@pytest.mark.parametrize("words", [("-c", "echo $$; exit 7"), ("-ec", "echo $$; exit 7"), ("script",)])
+def test_the_entrypoint_becomes_the_command(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Signals must reach the server, not a shell in front of it."""
     file = tmp_path / "serve.env"
     file.write_text("A=1\n")
+    (tmp_path / "script").write_text("echo $$; exit 7")
     with subprocess.Popen(
-        [ENTRYPOINT, "sh", "-c", "echo $$; exit 7"],
+        [ENTRYPOINT, "sh", *words],
         env={"PATH": os.environ["PATH"], "TORCHRELAY_ENV": str(file)},
         stdout=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
     ) as process:
         out, _ = process.communicate(timeout=300)
         assert int(out) == process.pid
         assert process.returncode == 7
+
+
+@TARGETS
+def test_it_can_be_used_on_sagemaker(target: str) -> None:
+    """SageMaker starts `docker run IMAGE serve` as root, and does not support tini as the entry point."""
+    stage = f"sagemaker-{target}"
+    assert read_target(target)[:-1] == read_target(stage)
+    assert find(stage, "USER") == []
+    assert find(stage, "ENTRYPOINT") == ['["/opt/torchrelay/entrypoint.sh"]']
+    (labels,) = find(stage, "LABEL")
+    prefix = "com.amazonaws.sagemaker.capabilities."
+    capabilities = {"accept-bind-to-port", "multi-models", "bidirectional-streaming"}
+    assert set(labels.split()) == {f"{prefix}{capability}=true" for capability in capabilities}
+
+
+@TARGETS
+def test_dockerfiles_for_the_image_of_torchserve_find_what_they_expect(target: str) -> None:
+    assert find(target, "WORKDIR")[-1] == "/home/model-server"
+    (ports,) = find(target, "EXPOSE")
+    assert {"8080", "8081", "8082", "7070", "7071"} < set(ports.split())
+    (step,) = [step for step in find(target, "RUN") if "useradd" in step]
+    for word in ("model-server", "/home/model-server/model-store", "/usr/local/bin/dockerd-entrypoint.sh"):
+        assert word in step.split()
+    assert "cluster/config.properties /home/model-server/config.properties" in find(target, "COPY")
+    config = torchserve_config.read((CLUSTER / "config.properties").read_text())
+    assert (config.inference.host, config.inference.port, config.warnings) == ("0.0.0.0", 8080, ())
+    settings = config.settings
+    assert settings.store.model_store == "/home/model-server/model-store"
+    management, grpc = settings.management, settings.grpc
+    assert (management.host, management.port) == (management.metrics_host, 8081) == ("0.0.0.0", 8081)
+    assert (management.metrics_port, grpc.host, grpc.management_host) == (8082, "0.0.0.0", "0.0.0.0")

@@ -73,3 +73,4 @@ def test_what_it_mounts_is_there() -> None:
     assert mounted.keys() == {volume["name"] for volume in RUNTIME["spec"]["volumes"]}
     assert mounted["shm"] == "/dev/shm"
     assert {"/tmp", "/srv/torchrelay", "/home/torchrelay"} < set(mounted.values())
+    assert CONTAINER["workingDir"] in mounted.values(), "logs and registry are in the working directory"
