@@ -181,7 +181,8 @@ def test_a_release_builds_on_that_image(release: Release) -> None:
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
     builds = [words[i : i + 11] for i, word in enumerate(words) if word == "docker"]
-    assert [(build[5], build[9]) for build in builds] == [(t, f"torchrelay:1-{t}") for t in lock.IMAGES]
+    targets = [target for image in lock.IMAGES for target in (image, f"sagemaker-{image}")]
+    assert [(build[5], build[9]) for build in builds] == [(t, f"torchrelay:1-{t}") for t in targets]
     assert all(f"BASE_IMAGE={base}" in build and "--pull" in build for build in builds)
 
 
