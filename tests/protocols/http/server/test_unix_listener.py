@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from serve_app.protocols.http.server import http_protocol, unix_listener
 
 
 @pytest.fixture(autouse=True)
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use a folder of the test; the path of a test's own folder is too long for a socket."""
+    with tempfile.TemporaryDirectory(prefix="http-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 async def send_client(scope: Any, receive: Any, send: Any) -> None:
