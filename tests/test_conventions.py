@@ -49,11 +49,12 @@ _COINED_PROSE = re.compile(
 )
 _ANY_COINED = re.compile("|".join(COINED_IDENTIFIERS), re.IGNORECASE)
 _PYTHON_FILE = re.compile(r"(?<![\w./:-])(?:[\w-]+/)*[\w-]+\.py\b")
-# Files of Ray, and placeholders.
+# Files of Ray and of SageMaker, and placeholders.
 _OTHER_FILES = {
     "serve_dashboard_panels.py",
     "serve_deployment_dashboard_panels.py",
     "setup_worker.py",
+    "code/inference.py",
     "file.py",
     "name.py",
     "migrations/versions/000N_name.py",
