@@ -85,7 +85,7 @@ def start(
         str | None, typer.Option(help="MODEL=FILE: show a curl line that sends FILE to MODEL.")
     ] = None,
     dashboard: Annotated[
-        bool, typer.Option("--dashboard", help="Start Ray's dashboard, too, which takes 300 MiB.")
+        bool, typer.Option("--dashboard", help="Start Ray's dashboard, too, which takes 380 MiB.")
     ] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds until the server must be ready.")

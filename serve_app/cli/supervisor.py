@@ -68,6 +68,7 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
         try:
             path = os.environ[fork_client.SOCKET]
+            fork_client.wait_for_socket(path)
             _, self._connection = fork_client.request_fork(
                 path, _PROGRAM, [_PROGRAM, *arguments], os.environ, wait=True
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,15 @@ SOCKET = "TORCHRELAY_FORK_SERVER"  # the socket's path, in the environment of Ra
 MODEL_SUFFIX = ".model"  # of the path of the second socket, whose forks have torch
 
 _TIMEOUT_S = 30.0  # for a fork; at the start it waits for imports of 3 CPU seconds
+_SOCKET_TIMEOUT_S = 20.0  # for the first imports, which take a CPU second, on a busy machine
+_SOCKET_PERIOD_S = 0.02
+
+
+def wait_for_socket(path: str) -> None:
+    """Return once the fork server, which has been started, has its socket, at the latest after 20 s."""
+    deadline = time.monotonic() + _SOCKET_TIMEOUT_S
+    while not os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(_SOCKET_PERIOD_S)
 
 
 def request_fork(

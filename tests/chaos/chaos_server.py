@@ -187,12 +187,10 @@ PROCESSES: dict[str, Find] = {
     "gateway": _titled("ServeReplica:torchrelay:Gateway"),
     "Management": _titled("ServeReplica:torchrelay:Management"),
     "Serve controller": _titled("ServeController"),
-    "proxy actor": _titled("ProxyActor"),
     "HAProxy": lambda server: _titled("haproxy")(server)[:1],  # the newest; older ones finish requests
     "HAProxy manager": _titled("HAProxyManager"),
     "fork servers": _module("serve_app.deployments.ray_internals.fork_server"),
     "runtime environment agent": _titled("RuntimeEnvAgent"),
-    "dashboard agent": _titled("DashboardAgent"),
     "raylet": _titled("raylet"),
     "GCS": _titled("gcs_server"),
     "supervisor": _first_process,

@@ -226,7 +226,7 @@ def kill_management_at_random_moments(setup: Setup) -> None:
 
 
 # Ray ends the raylet with its agents.
-_RESTARTS = {"runtime environment agent", "dashboard agent", "raylet", "GCS", "supervisor"}
+_RESTARTS = {"runtime environment agent", "raylet", "GCS", "supervisor"}
 # Nobody starts these again; the faults after theirs start the whole server again.
 _NOT_REPLACED = {"fork servers"}
 

@@ -35,7 +35,7 @@ def main() -> None:
 
 def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> LocalNode:
     """Start Ray's processes and return Ray's handle of them."""
-    from serve_app.deployments.ray_internals import fork_worker
+    from serve_app.deployments.ray_internals import fork_agent, fork_worker
     from serve_app.deployments.ray_internals.local_node import LocalNode
 
     class HeadNode(LocalNode):
@@ -43,8 +43,12 @@ def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> LocalNode
             os.environ[SOCKET] = os.path.join(self.get_sockets_dir_path(), "fork_server")
             super().start_raylet(*args, **options)
 
-    node = HeadNode(setup_worker_path=fork_worker.__file__)
-    # Not before: the raylet ends where its agents do not start within 15 s, beside the fork server's imports.
+    node = HeadNode(
+        dashboard,
+        runtime_env_agent=[sys.executable, fork_agent.__file__],
+        setup_worker_path=fork_worker.__file__,
+    )
+    # The fork server imports Ray's native library after this, which reads the raylet's process id then.
     assert fork_server.stdin is not None
     with fork_server.stdin as requests:
         requests.write(f"{os.environ[SOCKET]} {node.all_processes['raylet'][0].process.pid}\n")

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from serve_app.net.fork_client import request_fork
+from serve_app.deployments.ray_internals import fork_agent
+from serve_app.net.fork_client import SOCKET, request_fork, wait_for_socket
 
 pytestmark = pytest.mark.integration
 
@@ -112,6 +115,52 @@ def test_the_server_ends_with_the_raylet(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         request_fork(server.path, "script.py", ["script.py"], {})
     server.close()
+
+
+def _start_agent(socket: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start an agent as the raylet does, and return once it runs."""
+    script, output = folder / "main.py", folder / "output"
+    script.write_text(
+        "import sys\n"
+        "open(sys.argv[1], 'w').write(f'{\"ray.dag\" in sys.modules}\\n')\n"
+        "sys.exit(sys.stdin.read() == 'fail')"
+    )
+    program = subprocess.Popen(
+        [sys.executable, fork_agent.__file__, sys.executable, "-u", str(script), str(output)],
+        env={**os.environ, SOCKET: socket},
+        stdin=subprocess.PIPE,
+    )
+    while not (output.exists() and output.read_text().endswith("\n")):
+        assert program.poll() is None
+        time.sleep(0.05)
+    return program
+
+
+@pytest.mark.parametrize("written", [b"", b"fail"])
+def test_an_agent_is_forked_and_ends_with_the_raylet(
+    fork_server: ForkServer, tmp_path: Path, written: bytes
+) -> None:
+    program = _start_agent(fork_server.path, tmp_path)
+    assert (tmp_path / "output").read_text() == "True\n", "a fork"
+    assert Path(f"/proc/{program.pid}/comm").read_text() == "cat\n"
+    program.communicate(written, timeout=10)
+    assert program.returncode == 0
+
+
+def test_an_agent_starts_without_a_fork_server(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    missing.touch()  # what does not listen is not waited for
+    program = _start_agent(str(missing), tmp_path)
+    assert (tmp_path / "output").read_text() == "False\n"
+    program.communicate(b"fail", timeout=10)
+    assert program.returncode == 1
+
+
+def test_the_socket_of_a_starting_fork_server_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    threading.Timer(0.2, path.touch).start()
+    wait_for_socket(str(path))
+    assert path.exists()
 
 
 def test_a_worker_starts_without_a_fork_server(tmp_path: Path) -> None:
