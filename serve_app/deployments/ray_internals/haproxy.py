@@ -25,7 +25,9 @@ from ray.serve._private import controller as ray_controller
 from ray.serve._private import haproxy as ray_haproxy
 from ray.serve._private.common import RequestProtocol
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S, SERVE_LOGGER_NAME
+from ray.serve._private.utils import get_head_node_id
 
+from serve_app.deployments.ray_internals import fallback_proxy
 from serve_app.deployments.ray_internals.replica_channels import LOST_HOST_TIMEOUT_S
 from serve_app.errors import ConfigurationError, ReplicaDied, Unavailable
 from serve_app.protocols.http import json_errors
@@ -377,12 +379,34 @@ _RayHAProxyManager: Any = ray_haproxy.HAProxyManager.__ray_metadata__.modified_c
 
 
 class HAProxyManager(_RayHAProxyManager):
-    """Ray Serve's actor, which starts HAProxy again as soon as the kernel reports its death."""
+    """Ray Serve's actor, which starts HAProxy again as soon as the kernel reports its death.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    On the head node it has Ray Serve's fallback proxy, too.
+    """
+
+    def __init__(self, http_options: Any, grpc_options: Any, **options: Any) -> None:
         apply_changes()
-        super().__init__(*args, **options)
+        super().__init__(http_options, grpc_options, **options)
         self._haproxy.on_exit = self._restart
+        self._fallback: fallback_proxy.FallbackProxy | None = None
+        if options["node_id"] == get_head_node_id():
+            self._fallback = fallback_proxy.FallbackProxy(http_options, grpc_options, **options)
+
+    async def ready(self) -> str:
+        if self._fallback is not None:
+            with contextlib.suppress(Exception):  # Ray has logged it; HAProxy serves without a fallback
+                await self._fallback.ready()
+        state: str = await super().ready()
+        return state
+
+    async def receive_asgi_messages(self, request_metadata: Any) -> Any:
+        """Return what the fallback proxy has received of a request; replicas call this."""
+        assert self._fallback is not None
+        return await self._fallback.receive_asgi_messages(request_metadata)
+
+    async def receive_grpc_messages(self, session_id: str) -> Any:
+        assert self._fallback is not None
+        return await self._fallback.receive_grpc_messages(session_id)
 
     async def _restart(self, ended: Any) -> None:
         """Start HAProxy again, unless it ended because another one has replaced it."""
@@ -412,3 +436,4 @@ def install() -> None:
     """
     adapt_template(ray_haproxy.HAPROXY_CONFIG_TEMPLATE)
     ray_controller.HAProxyManager = ray.remote(num_cpus=0)(HAProxyManager)
+    fallback_proxy.install()
