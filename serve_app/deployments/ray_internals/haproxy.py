@@ -27,7 +27,7 @@ from ray.serve._private.common import RequestProtocol
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S, SERVE_LOGGER_NAME
 from ray.serve._private.utils import get_head_node_id
 
-from serve_app.deployments.ray_internals import fallback_proxy
+from serve_app.deployments.ray_internals import control_loop, fallback_proxy
 from serve_app.deployments.ray_internals.replica_channels import LOST_HOST_TIMEOUT_S
 from serve_app.errors import ConfigurationError, ReplicaDied, Unavailable
 from serve_app.protocols.http import json_errors
@@ -437,3 +437,4 @@ def install() -> None:
     adapt_template(ray_haproxy.HAPROXY_CONFIG_TEMPLATE)
     ray_controller.HAProxyManager = ray.remote(num_cpus=0)(HAProxyManager)
     fallback_proxy.install()
+    control_loop.install()
