@@ -28,11 +28,28 @@ from typing import Any, NoReturn
 
 from serve_app.net.fork_client import MODEL_SUFFIX
 
-# Modules that import no Ray, which are imported while Ray's raylet starts; then the others.
-MODULES_WITHOUT_RAY = ("fastapi", "numpy", "uvicorn", "serve_app.protocols.http_app", "serve_app.settings")
+# Modules that import no Ray, which are imported while Ray's raylet starts; then the others. Ray's workers
+# would import some of them themselves: numpy.random takes 5 MiB in each, the controller and the proxies 6,
+# pydantic.v1 6, and aiohttp 16 in Ray's agent.
+MODULES_WITHOUT_RAY = (
+    "aiohttp.web",
+    "anyio._backends._asyncio",
+    "fastapi",
+    "numpy.random",
+    "pydantic.v1",
+    "uvicorn",
+    "uvicorn.lifespan.off",
+    "serve_app.protocols.http_app",
+    "serve_app.settings",
+)
 MODULES = (
+    "ray._common.pydantic_compat",
+    "ray._private.arrow_serialization",
+    "ray._private.authentication.grpc_authentication_client_interceptor",
+    "ray._private.authentication.grpc_authentication_server_interceptor",
     "ray._private.workers.default_worker",
     "serve_app.deployments.ray_internals.deploy",
+    "serve_app.deployments.ray_internals.haproxy",
     "serve_app.main",
 )
 MODEL_MODULES = ("torch", "serve_app.runtime.runner")
