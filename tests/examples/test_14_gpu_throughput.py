@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.support.requirements import require_onnx_on_gpu
+
 pytestmark = pytest.mark.nightly
 
 
@@ -64,6 +66,7 @@ def test_on_a_trained_model(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_on_the_gpu(tmp_path: Path) -> None:
+    require_onnx_on_gpu()
     done = measure(tmp_path)
     assert done.returncode == 0, done.stderr
     drawn(tmp_path)

@@ -16,3 +16,11 @@ def needs_no_package(name: str) -> pytest.MarkDecorator:
     """Return the mark of a test of the error where a package is missing."""
     installed = importlib.util.find_spec(name) is not None
     return pytest.mark.skipif(installed, reason=f"needs an environment without {name}")
+
+
+def require_onnx_on_gpu() -> None:
+    """Skip the running test where ONNX Runtime is the package for CPUs."""
+    import onnxruntime
+
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("needs onnxruntime-gpu")

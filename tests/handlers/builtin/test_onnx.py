@@ -18,6 +18,7 @@ from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import weights
 from handlers.onnx_model import OnnxModel
 from handlers.onnx_providers import select_providers
+from tests.support.requirements import require_onnx_on_gpu
 
 pytestmark = pytest.mark.integration
 
@@ -236,6 +237,7 @@ def test_a_provider_for_gpus_needs_one() -> None:
 
 @pytest.mark.gpu
 def test_tensors_on_the_gpu_are_read_in_place(tmp_path: Path) -> None:
+    require_onnx_on_gpu()
     onnx.save(make_linear(), tmp_path / "model.onnx")
     net = weights.load(tmp_path / "model.onnx", torch.device("cuda", 0))
     rows = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])

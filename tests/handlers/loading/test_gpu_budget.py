@@ -14,6 +14,7 @@ from handlers.errors import HandlerLoadError
 from handlers.loading import device, weights
 from handlers.loading.gpu_budget import GpuBudget, compute_budget
 from handlers.onnx_providers import select_providers
+from tests.support.requirements import require_onnx_on_gpu
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -95,6 +96,7 @@ def test_a_graph_runs_out_of_its_part(tmp_path: Path, monkeypatch: pytest.Monkey
     import onnx
     from onnx import TensorProto, helper
 
+    require_onnx_on_gpu()
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "double", ports[:1], ports[1:])
     opsets = [helper.make_opsetid("", 17)]
