@@ -24,7 +24,17 @@ PAGES = sorted(
     )
 )
 # Folders in tests/ of helpers and programs.
-NO_TESTS = {"benchmarks", "chaos", "fuzz", "hosts", "recorders", "security", "support", "torchserve_cases"}
+NO_TESTS = {
+    "benchmarks",
+    "chaos",
+    "fuzz",
+    "gpu",
+    "hosts",
+    "recorders",
+    "security",
+    "support",
+    "torchserve_cases",
+}
 VAGUE_MODULES = {"helper", "helpers", "utils", "util", "common", "misc", "processor"}
 
 # Words of an earlier private vocabulary, each with a standard term in its place.
