@@ -43,7 +43,7 @@ class ProxyStateManager(ray_proxy_state.ProxyStateManager):
         with self._head_proxy_as_fallback():
             return super().started_fallback_proxy_at_least_once()
 
-    def get_fallback_proxy_targets(self) -> Mapping[RequestProtocol, Any]:  # type: ignore[override]
+    def get_fallback_proxy_targets(self) -> Mapping[RequestProtocol, Any]:
         with self._head_proxy_as_fallback():
             return super().get_fallback_proxy_targets()
 
