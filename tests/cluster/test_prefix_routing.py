@@ -41,7 +41,7 @@ def archive_poet(folder: Path) -> Path:
     return make_archive(folder, "poet", HANDLER, files=files, config=CONFIG)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prefix_reaches_the_replica_that_has_cached_it(server: Server, tmp_path: Path) -> None:
     registered = server.register(archive_poet(tmp_path), initial_workers=2)
     assert registered.status_code == 200, registered.text

@@ -179,7 +179,7 @@ def test_ten_thousand_models_are_paged_and_filtered(
         page.get_by_role("heading", name="model-00123").wait_for()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_refused_change_is_shown_with_its_reason(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
 ) -> None:

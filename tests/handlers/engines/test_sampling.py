@@ -97,7 +97,7 @@ def test_logit_bias_forces_and_forbids_tokens(model: ServedModel) -> None:
     assert native["text"] == "QQQQ"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_preempted_request_keeps_its_penalties(model: ServedModel) -> None:
     """Six requests of 100 tokens do not fit into the cache of 512 at once."""
     fields = {"max_new_tokens": 100, "frequency_penalty": 0.5, "repetition_penalty": 1.1}

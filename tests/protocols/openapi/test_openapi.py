@@ -352,7 +352,7 @@ def test_responses_match_their_descriptions(asgi_inference: Any, management: Any
         @seed(7)
         @given(case=operation.as_strategy())
         @settings(
-            max_examples=8,
+            max_examples=5,
             database=None,
             deadline=None,
             phases=[Phase.generate],
