@@ -7,14 +7,13 @@ takes 55 MiB and wakes as often as any other process of Ray Serve.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 from ray.serve._private import controller as ray_controller
 from ray.serve._private import proxy as ray_proxy
 from ray.serve._private import proxy_state as ray_proxy_state
-from ray.serve._private.common import RequestProtocol
 from ray.serve._private.constants import (
     RAY_SERVE_FALLBACK_PROXY_GRPC_PORT,
     RAY_SERVE_FALLBACK_PROXY_HTTP_PORT,
@@ -36,20 +35,20 @@ class FallbackProxy(_RayProxy):
 class ProxyStateManager(ray_proxy_state.ProxyStateManager):
     """Ray Serve's register of proxies, whose fallback is the proxy of the head node."""
 
-    def _start_fallback_proxy_if_needed(self, *_: Any) -> None:
+    def _start_fallback_proxy_if_needed(self, *_: Any, **options: Any) -> None:
         """Start no actor: that of HAProxy has the fallback."""
 
     def started_fallback_proxy_at_least_once(self) -> bool:
         with self._head_proxy_as_fallback():
             return super().started_fallback_proxy_at_least_once()
 
-    def get_fallback_proxy_targets(self) -> Mapping[RequestProtocol, Any]:
+    def get_fallback_proxy_targets(self) -> Any:
         with self._head_proxy_as_fallback():
             return super().get_fallback_proxy_targets()
 
     @contextlib.contextmanager
     def _head_proxy_as_fallback(self) -> Iterator[None]:
-        """Use the state of the head node's proxy in the block; elsewhere Ray would stop or count it twice."""
+        """Use the state of the head node's proxy in the block; elsewhere Ray would stop or list it twice."""
         self._fallback_proxy_state = self._proxy_states.get(self._head_node_id)
         try:
             yield
@@ -59,4 +58,5 @@ class ProxyStateManager(ray_proxy_state.ProxyStateManager):
 
 def install() -> None:
     """Make Ray Serve's controller, in whose process this runs, start no fallback proxy of its own."""
-    ray_controller.ProxyStateManager = ProxyStateManager
+    controller: Any = ray_controller
+    controller.ProxyStateManager = ProxyStateManager

@@ -76,17 +76,18 @@ class LocalNode(Node):
         persist_port(
             self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, self._agent_port
         )
-        start = services.start_ray_process
+        module: Any = services
+        start = module.start_ray_process
 
         def start_with_own_agents(command: Sequence[str], *args: Any, **options: Any) -> Any:
             command = with_own_agents(command, self._has_dashboard_agent, self._runtime_env_agent)
             return start(command, *args, **options)
 
-        services.start_ray_process = start_with_own_agents
+        module.start_ray_process = start_with_own_agents
         try:
             super().start_raylet(*args, **options)
         finally:
-            services.start_ray_process = start
+            module.start_ray_process = start
 
 
 def with_own_agents(
