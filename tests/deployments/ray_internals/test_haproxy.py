@@ -339,6 +339,25 @@ def test_a_dead_haproxy_is_reported_at_once_and_starts_again_with_its_routes(fol
 
 
 @pytest.mark.usefixtures("changed")
+def test_a_reload_takes_no_half_second_as_rays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, pauses, sleep = build(folder), [], asyncio.sleep
+
+    async def record(seconds: float, *result: Any) -> Any:
+        pauses.append(seconds)
+        return await sleep(seconds, *result)
+
+    monkeypatch.setattr(asyncio, "sleep", record)
+
+    async def scenario() -> None:
+        first = api._proc
+        await api.reload()
+        assert api._proc is not first
+
+    running(api, scenario)
+    assert pauses and max(pauses) < 0.1
+
+
+@pytest.mark.usefixtures("changed")
 def test_another_manager_takes_over_the_haproxy_that_serves(folder: Path) -> None:
     first, second = build(folder, "/m"), build(folder)
     second.cfg.http_options = first.cfg.http_options
