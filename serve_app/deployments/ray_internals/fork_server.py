@@ -39,6 +39,8 @@ MODULES_WITHOUT_RAY = (
     "pydantic.v1",
     "uvicorn",
     "uvicorn.lifespan.off",
+    "serve_app.control.persistence.database",
+    "serve_app.protocols.grpc_app",
     "serve_app.protocols.http_app",
     "serve_app.settings",
 )

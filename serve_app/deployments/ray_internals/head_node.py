@@ -42,16 +42,17 @@ def start_node(fork_server: subprocess.Popen[str], dashboard: bool) -> LocalNode
         def start_raylet(self, *args: Any, **options: Any) -> None:
             os.environ[SOCKET] = os.path.join(self.get_sockets_dir_path(), "fork_server")
             super().start_raylet(*args, **options)
+            # The fork server imports Ray while the raylet starts, not before: Ray's native library reads the
+            # raylet's process id when it is imported.
+            assert fork_server.stdin is not None
+            with fork_server.stdin as requests:
+                requests.write(f"{os.environ[SOCKET]} {self.all_processes['raylet'][0].process.pid}\n")
 
     node = HeadNode(
         dashboard,
         runtime_env_agent=[sys.executable, fork_agent.__file__],
         setup_worker_path=fork_worker.__file__,
     )
-    # The fork server imports Ray's native library after this, which reads the raylet's process id then.
-    assert fork_server.stdin is not None
-    with fork_server.stdin as requests:
-        requests.write(f"{os.environ[SOCKET]} {node.all_processes['raylet'][0].process.pid}\n")
     if dashboard:
         node.start_dashboard()
     return node

@@ -184,11 +184,12 @@ def test_preloading_starts_no_thread_and_every_module_exists() -> None:
     program = """
 import os
 from serve_app.deployments.ray_internals import fork_server as f
+import sys
 f.preload(f.MODULES_WITHOUT_RAY)
+assert "ray" not in sys.modules, "Ray's native library reads the raylet's process id when it is imported"
 with f.native_random_numbers_unused():
     f.preload(f.MODULES)
     f.preload(f.MODEL_MODULES)
-import sys
 missing = [m for m in (*f.MODULES_WITHOUT_RAY, *f.MODULES, *f.MODEL_MODULES) if m not in sys.modules]
 assert not missing, missing
 assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread runs"
