@@ -138,7 +138,7 @@ def test_fastest_variant_within_the_tolerance_is_the_next_version(
     assert again.exit_code == 1 and "exists already; choose another version with --version" in again.output
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_graph_replaces_the_model_class(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

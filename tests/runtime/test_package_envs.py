@@ -203,7 +203,7 @@ def test_a_refused_line_is_named(kept, directory, line):
     assert error.value.detail.startswith("requirements.txt, line 2: ")
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_settings_allow_options_and_hashes(directory, wheels, tmp_path):
     allowed = PackageEnvs(tmp_path / "environments", RuntimeSettings(pip_allow_options=True))
     write(directory, "--no-index", f"--find-links {wheels}", "tinypkg==1.0")

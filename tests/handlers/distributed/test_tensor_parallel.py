@@ -168,7 +168,7 @@ def ranks(language_model: Path) -> Iterator[Callable[..., Ranks]]:
         group.stop()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_two_ranks_generate_the_same_as_one(ranks: Callable[[], Ranks], language_model: Path) -> None:
     group = ranks()
     sampling = {"temperature": 1.0, "seed": 3}
