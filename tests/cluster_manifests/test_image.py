@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from cluster import lock
 from serve_app import torchserve_config
 from serve_app.cli.server_process import read_env
-from tests.support.image_root import read_stages, read_target
+from tests.support.container_images import read_stages, read_target
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
@@ -62,9 +63,14 @@ def test_it_runs_as_a_user_of_its_own(target: str) -> None:
 @TARGETS
 def test_it_runs_the_container_s_application(target: str) -> None:
     (command,) = find(target, "CMD")
-    assert '"/opt/torchrelay/configs/container.yaml"' in command
+    assert json.loads(command) == ["torchrelay", "start", "/opt/torchrelay/configs/container.yaml"]
     assert (ROOT / "configs/container.yaml").is_file()
     assert os.access(ENTRYPOINT, os.X_OK)
+
+
+def test_the_server_s_files_are_readable_for_its_user() -> None:
+    """COPY keeps the rights of a checkout that was made with umask 077."""
+    assert read_stages()["server"][-1][1].endswith("&& chmod -R a+rX /server")
 
 
 @TARGETS

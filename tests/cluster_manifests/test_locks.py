@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from cluster import lock
-from tests.support.image_root import read_stages, read_target
+from tests.support.container_images import read_stages, read_target
 
 Release = Callable[..., subprocess.CompletedProcess[str]]
 

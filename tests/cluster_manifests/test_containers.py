@@ -1,4 +1,4 @@
-"""The target cpu, built and started in a Debian of debootstrap: its packages, its rights and its handlers."""
+"""The target cpu, built and run as a container: its packages, rights, handlers, health and volume."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +20,18 @@ from PIL import Image
 
 from cluster import lock
 from serve_app.model_store.archiver import ArchiveRecipe, make
+from tests.support.container_images import ROOT, Container, Images, missing_tools
 from tests.support.explanation_checks import ENTITIES, label_config
 from tests.support.hf_folders import SHORT, save_bert, save_byte_llama
-from tests.support.image_root import Container, ImageBuilder, Stage, make_debian, missing_tools
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())]
 
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# Docker's options of the page for a container without rights.
+RESTRICTED = (
+    *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+    *("--tmpfs", "/tmp:exec", "--volume", "/home/torchrelay"),
+    *("--shm-size", "2g", "--memory", "8g"),
+)
 NET = """
 import torch
 
@@ -44,48 +46,31 @@ class Net(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the CPU build of torch, and an index of it in ``index``."""
-    folder = tmp_path_factory.mktemp("wheels")
-    [pin] = re.findall(r"^torch==\S+", (lock.LOCKS / "cpu.lock").read_text(), re.MULTILINE)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "0", "--dest", str(folder)),
-            *("--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_28_x86_64"),
-            *("--extra-index-url", TORCH_INDEX, pin),
-        ],
-        capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
-        pytest.skip(f"needs a download of {pin}: {done.stderr[-200:]}")
-    [wheel] = folder.glob("torch-*.whl")
-    page = folder / "index/torch/index.html"
-    page.parent.mkdir(parents=True)
-    page.write_text(f'<a href="../../{wheel.name}">{wheel.name}</a>')
-    return folder
+def images() -> Iterator[Images]:
+    found = Images()
+    yield found
+    found.remove_containers()
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Iterator[ImageBuilder]:
-    folder = tmp_path_factory.mktemp("image")
-    arguments = {"TORCH_INDEX": "file:///mnt/wheels/index"}
-    yield ImageBuilder(folder, make_debian(folder / "debian"), arguments, wheels)
-    shutil.rmtree(folder)  # 2.7 GB, which pytest would keep
+def image(images: Images, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the image of a checkout that only its owner may read, as with umask 077."""
+    return images.build("cpu", copy_checkout(tmp_path_factory.mktemp("checkout")))
 
 
-@pytest.fixture(scope="module")
-def stage(builder: ImageBuilder) -> Stage:
-    return builder.build("cpu")
+def save_double(path: Path) -> None:
+    """Write a graph that doubles its input."""
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "double", ports[:1], ports[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, path)
 
 
 def save_archives(folder: Path, store: Path) -> None:
     """Write an archive of each family of handlers."""
     (folder / "net.py").write_text(NET)
     torch.save({"conv.weight": torch.ones(4, 3, 4, 4), "conv.bias": torch.arange(4.0)}, folder / "net.pt")
-    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "double", ports[:1], ports[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(model, folder / "double.onnx")
+    save_double(folder / "double.onnx")
     (folder / "bert").mkdir()
     save_bert("BertForTokenClassification", folder / "bert", **label_config(ENTITIES))
     save_byte_llama(folder / "llama")
@@ -110,22 +95,35 @@ def write_config(path: Path, **config: Any) -> str:
     return str(path)
 
 
+def copy_checkout(folder: Path) -> Path:
+    """Copy what the Dockerfile needs, without rights for others, except for the locks.
+
+    The locks keep their rights: the layer with the packages is made again after any change of them.
+    """
+    sent = (ROOT / "cluster/Dockerfile.dockerignore").read_text().splitlines()
+    names = [line.removeprefix("!") for line in sent if line.startswith("!")]
+    for name in ("cluster/Dockerfile", "cluster/Dockerfile.dockerignore", *names):
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    locks = folder / "cluster/requirements"
+    for path in folder.rglob("*"):
+        if locks not in (path, *path.parents):
+            path.chmod(path.stat().st_mode & 0o700)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def container(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
-    folder = tmp_path_factory.mktemp("container")
-    store = folder / "volume/model_store"
-    store.mkdir(parents=True)
+def container(images: Images, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    store = tmp_path_factory.mktemp("store")
     save_archives(tmp_path_factory.mktemp("models"), store)
-    running = Container(stage, folder / "root", folder / "volume", folder / "output.log")
-    try:
-        healthy = stage.command("HEALTHCHECK")
-        deadline = time.monotonic() + 600  # until every model is loaded
-        while running.exec(*healthy).returncode != 0:
-            assert running.running and time.monotonic() < deadline, running.logs()
-            time.sleep(0.5)
-        yield running
-    finally:
-        running.close()
+    running = Container(images, image, *RESTRICTED, "--volume", f"{store}:/srv/torchrelay/model_store:ro")
+    running.wait_until_healthy()
+    yield running
+    running.remove()
 
 
 def predict(container: Container, path: str, body: Any) -> Any:
@@ -166,6 +164,14 @@ print(json.dumps([(part.name, part.version) for part in importlib.metadata.distr
     assert found.keys() - locked("cpu").keys() - base == {"torchrelay"}
 
 
+def test_the_image_states_its_user_volume_ports_and_signals(images: Images, image: str) -> None:
+    config = images.inspect(image)["Config"]
+    assert config["User"] == "1000:1000"
+    assert list(config["Volumes"]) == ["/srv/torchrelay"]
+    assert config["StopSignal"] == "SIGINT"
+    assert {"8080/tcp", "8081/tcp", "7070/tcp"} <= config["ExposedPorts"].keys()
+
+
 def test_the_server_has_no_rights_and_a_read_only_root(container: Container) -> None:
     assert container.exec("id", "-u").stdout == b"1000\n"
     refused = container.exec("touch", "/opt/torchrelay/new")
@@ -173,6 +179,9 @@ def test_the_server_has_no_rights_and_a_read_only_root(container: Container) -> 
     status = container.exec("cat", "/proc/1/status").stdout.decode()
     assert re.search(r"^Uid:\t1000\t1000\t1000\t1000$", status, re.MULTILINE), status
     assert re.findall(r"^Cap\w+:\t(\w+)$", status, re.MULTILINE) == ["0" * 16] * 5
+    limited = container.exec("torchrelay", "doctor", "--json")
+    checks = {check["name"]: check["found"] for check in json.loads(limited.stdout)["checks"]}
+    assert "8.0 GiB by the cgroup" in checks["memory"]
     assert container.exec("python", "-c", "open('/srv/torchrelay/new', 'w')").returncode == 0
 
 
@@ -206,10 +215,42 @@ def test_a_language_model_completes_by_a_grammar(container: Container) -> None:
     assert answer["choices"][0]["text"] in ("sun", "moon")
 
 
-def test_the_stop_signal_ends_the_server_in_order(container: Container) -> None:
-    assert container.stop() == 0, container.logs()
+def test_it_stops_in_order_before_docker_kills_it(container: Container) -> None:
+    assert container.stop(timeout=10) == 0, container.logs()
 
 
-def test_deepspeed_s_wheel_is_built_for_the_target_gpu(builder: ImageBuilder) -> None:
-    [wheel] = (builder.build("source").top / "wheels").iterdir()
+def test_a_killed_container_starts_again_with_its_registry(
+    images: Images, image: str, tmp_path: Path
+) -> None:
+    """Docker's restart policies start the same container again, with what a crash left in its files."""
+    save_double(tmp_path / "double.onnx")
+    make(
+        ArchiveRecipe(
+            "double", "1.0", "onnx", serialized_file=str(tmp_path / "double.onnx"), export_path=str(tmp_path)
+        )
+    )
+    archive = (tmp_path / "double.mar").read_bytes()
+    volume = ("--volume", "registry:/srv/torchrelay")
+    first = Container(images, image, *volume)
+    first.wait_until_healthy()
+    copied = first.exec("sh", "-c", "cat > /srv/torchrelay/model_store/double.mar", stdin=archive)
+    assert copied.returncode == 0, copied.stderr
+    registered = first.exec("torchrelay", "models", "register", "double.mar")
+    assert registered.returncode == 0, registered.stdout + registered.stderr
+    assert predict(first, "/predictions/double", {"x": [1.0]}) == [2.0]
+    first.kill()
+    first.start()
+    first.wait_until_healthy()
+    assert predict(first, "/predictions/double", {"x": [1.0]}) == [2.0]
+    first.kill()
+    first.remove()
+    second = Container(images, image, *volume)
+    second.wait_until_healthy()
+    assert predict(second, "/predictions/double", {"x": [1.0]}) == [2.0]
+    assert second.stop() == 0, second.logs()
+
+
+def test_deepspeed_s_wheel_is_built_for_the_target_gpu(images: Images) -> None:
+    with images.mounted(images.build("source")) as root:
+        [wheel] = (root / "wheels").iterdir()
     assert wheel.name.startswith(f"deepspeed-{locked('gpu')['deepspeed']}-")
