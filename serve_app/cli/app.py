@@ -110,7 +110,7 @@ def start(
     ] = None,
     log_config: Annotated[str | None, _torchserve_option(help="Accepted and ignored.")] = None,
     foreground: Annotated[
-        bool, _torchserve_option("--foreground", help="Stay in the foreground; the default without --detach.")
+        bool, _torchserve_option("--foreground", help="Stay in the foreground, and show the log.")
     ] = False,
 ) -> None:
     """Start the server and wait until its models are ready; Ctrl-C ends it and everything it started.
@@ -131,6 +131,8 @@ def start(
     try:
         server = _server(config, env, flags)
         server.start(detached=detach, dashboard=dashboard)
+        if foreground:
+            server.show_log()
         progress.wait_until_ready(server, console, timeout)
     except StartError as error:
         errors.print("[red]Torchrelay did not start.[/red]", escape(str(error)), highlight=False)

@@ -8,6 +8,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -222,6 +223,10 @@ class ServerProcess:
             )
         self._run_file.write_text(f"{run_id} {self._process.pid}")
 
+    def show_log(self) -> None:
+        """Copy the log of this start to standard output, in a thread that ends with this process."""
+        threading.Thread(target=_copy_to_stdout, args=(self.log,), daemon=True).start()
+
     def exit_code(self) -> int | None:
         """Return the exit code, once the server has ended by itself; None before."""
         return self._process.poll() if self._process is not None else None
@@ -409,3 +414,14 @@ def _address(host: str, port: int, secure: bool = False) -> str:
 def _authority(host: str, port: int) -> str:
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"{host}:{port}"
+
+
+def _copy_to_stdout(file: Path) -> None:
+    """Copy a file that grows, without an end."""
+    with file.open("rb") as log:
+        while True:
+            if data := log.read(1 << 16):
+                sys.stdout.buffer.write(data)
+                sys.stdout.flush()
+            else:
+                time.sleep(0.2)

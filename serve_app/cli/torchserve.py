@@ -8,8 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,7 +96,7 @@ def _start(args: argparse.Namespace) -> int:
     print("Model server started.", flush=True)
     if not args.foreground:
         return 0
-    threading.Thread(target=_copy_log, args=(server,), daemon=True).start()
+    server.show_log()
     return max(0, server.wait())  # a signal is `torchserve --stop`, from elsewhere
 
 
@@ -202,17 +200,6 @@ def _serves_management(client: Client) -> bool:
     except ServerError:  # such as a missing key
         pass
     return True
-
-
-def _copy_log(server: ServerProcess) -> None:
-    """Copy the server's log to stdout, as TorchServe in the foreground does."""
-    with server.log.open("rb") as log:
-        while True:
-            if data := log.read(1 << 16):
-                sys.stdout.buffer.write(data)
-                sys.stdout.flush()
-            else:
-                time.sleep(0.2)
 
 
 if __name__ == "__main__":

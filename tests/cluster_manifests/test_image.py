@@ -63,7 +63,8 @@ def test_it_runs_as_a_user_of_its_own(target: str) -> None:
 @TARGETS
 def test_it_runs_the_container_s_application(target: str) -> None:
     (command,) = find(target, "CMD")
-    assert json.loads(command) == ["torchrelay", "start", "/opt/torchrelay/configs/container.yaml"]
+    config = "/opt/torchrelay/configs/container.yaml"
+    assert json.loads(command) == ["torchrelay", "start", "--foreground", config]
     assert (ROOT / "configs/container.yaml").is_file()
     assert os.access(ENTRYPOINT, os.X_OK)
 

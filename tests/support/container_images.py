@@ -85,7 +85,7 @@ def make_debian(archive: Path) -> None:
     )
     command = ["mmdebstrap", *options, "bookworm", str(archive), MIRROR]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if "apt-get update" in done.stderr.splitlines()[-1]:
+    if "E: apt-get update" in done.stderr:
         pytest.skip("needs a mirror of Debian")
     assert done.returncode == 0, done.stderr[-4000:]
 
