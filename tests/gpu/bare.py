@@ -1,7 +1,7 @@
 """BERT without a model server: full batches in a loop, or an unbatched FastAPI.
 
-``python -m tests.gpu.bare DEVICE DTYPE loop`` prints rows per second, and ``… serve PORT`` answers
-``/predictions/bert``, one request at a time.
+``python -m tests.gpu.bare DEVICE PORT`` answers ``/predictions/float32`` and ``/predictions/bfloat16``, one
+request at a time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from fastapi.concurrency import run_in_threadpool
 from handlers.loading.device import select_device
 from tests.gpu.models import SCALES, Scale, build_bert
 
+SERVED = ("float32", "bfloat16")
 
-def loop(scale: Scale, model: torch.nn.Module, device: torch.device) -> float:
+
+def run_loop(scale: Scale, dtype: str) -> float:
     """Return rows per second of full batches, with the copies from and to the host."""
+    device = select_device(0 if scale.device == "cuda" else None)
+    model = build_bert(scale, dtype=dtype).to(device)
 
     def run() -> None:
-        model(torch.tensor([scale.ids] * scale.batch_size).to(device)).tolist()
+        with torch.inference_mode():
+            model(torch.tensor([scale.ids] * scale.batch_size).to(device)).tolist()
 
     for _ in range(3):
         run()
@@ -34,30 +39,22 @@ def loop(scale: Scale, model: torch.nn.Module, device: torch.device) -> float:
     return batches * scale.batch_size / seconds
 
 
-def serve(model: torch.nn.Module, device: torch.device, port: int) -> None:
+def serve(scale: Scale, port: int) -> None:
+    device = select_device(0 if scale.device == "cuda" else None)
+    models = {dtype: build_bert(scale, dtype=dtype).to(device) for dtype in SERVED}
     app = FastAPI(openapi_url=None)
 
-    def answer(body: bytes) -> bytes:
+    def answer(dtype: str, body: bytes) -> bytes:
         with torch.inference_mode():
-            return orjson.dumps(model(torch.tensor([orjson.loads(body)]).to(device))[0].tolist())
+            return orjson.dumps(models[dtype](torch.tensor([orjson.loads(body)]).to(device))[0].tolist())
 
-    @app.post("/predictions/bert")
-    async def predict(request: Request) -> Response:
-        return Response(await run_in_threadpool(answer, await request.body()), media_type="application/json")
+    @app.post("/predictions/{dtype}")
+    async def predict(dtype: str, request: Request) -> Response:
+        body = await run_in_threadpool(answer, dtype, await request.body())
+        return Response(body, media_type="application/json")
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 
 
-def main(device_name: str, dtype: str, mode: str, port: str = "") -> None:
-    scale = SCALES[device_name]
-    device = select_device(0 if device_name == "cuda" else None)
-    model = build_bert(scale, dtype=dtype).to(device)
-    if mode == "serve":
-        serve(model, device, int(port))
-    else:
-        with torch.inference_mode():
-            print(loop(scale, model, device))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(SCALES[sys.argv[1]], int(sys.argv[2]))

@@ -92,10 +92,15 @@ def run_step(step: str, device: str, limit: float, report: Report, log: IO[str])
         timer = threading.Timer(limit, end)
         timer.start()
         assert process.stdout is not None
-        for line in process.stdout:
-            report.add(step, json.loads(line))
-        code = process.wait()
-        timer.cancel()
+        try:
+            for line in process.stdout:
+                report.add(step, json.loads(line))
+            code = process.wait()
+        except KeyboardInterrupt:
+            _end(process)
+            raise
+        finally:
+            timer.cancel()
     result: dict[str, Any] = {"case": "end", "seconds": time.monotonic() - began}
     if is_late.is_set():
         result["error"] = f"it took more than {limit:.0f} s"
@@ -136,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", nargs="+", choices=LIMITS, default=list(LIMITS))
     parser.add_argument("--seconds", type=float, default=570, help="for all steps; the last ones may be cut")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server of a step ends, too
     options.output.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.seconds
     report = Report(options.output, describe_machine(options.device))

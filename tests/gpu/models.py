@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor
 
 from tests.gpu.archive.bert import Bert
 from tests.support.archives import make_archive
@@ -116,7 +117,7 @@ def compile_bert(scale: Scale, file: Path, dtype: str) -> None:
     """Compile BERT by AOTInductor, for batches of any size."""
     model, ids = build_bert(scale, dtype=dtype).to(scale.device), torch.tensor([scale.ids] * 2)
     with torch.no_grad():
-        batch = {0: torch.export.Dim("batch", min=1, max=1024)}
+        batch = {0: torch.export.Dim.AUTO}
         program = torch.export.export(model, (ids.to(scale.device),), dynamic_shapes=(batch,))
         torch._inductor.aoti_compile_and_package(program, package_path=str(file))
 

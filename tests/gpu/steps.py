@@ -25,6 +25,7 @@ import torch
 
 from serve_app.client import ServerError
 from serve_app.load_test import LoadProfile, LoadRequest, LoadResult, generation_load, send
+from tests.gpu import bare
 from tests.gpu.models import SCALES, VOCABULARY, Scale, archive_bert, build_bert, compile_bert, save_llama
 from tests.support.ports import free_port
 from tests.support.server import ROOT, Server
@@ -247,19 +248,20 @@ def measure_throughput(scale: Scale, folder: Path) -> Results:
     """Measure BERT's variants, beside a bare loop of each number format and an unbatched FastAPI."""
     loops = {}
     for dtype in dict.fromkeys(dtype for dtype, _ in _VARIANTS.values()):
-        command = [sys.executable, "-m", "tests.gpu.bare", scale.device, dtype, "loop"]
-        loops[dtype] = float(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+        loops[dtype] = bare.run_loop(scale, dtype)
         yield {"case": f"bare loop, {dtype}", "requests/s": loops[dtype]}
 
-    def measure(case: str, url: str, bare: float, **figures: Any) -> Results:
+    def measure(case: str, url: str, dtype: str, **figures: Any) -> Results:
         request = LoadRequest(url, body=json.dumps(scale.ids).encode())
         for connections in scale.connections:
-            found = send(request, LoadProfile(connections, seconds=scale.seconds, warmup=scale.seconds / 2))
-            yield {"case": case, **_figures(found), "of the bare loop": found.throughput / bare, **figures}
+            load = LoadProfile(connections, seconds=scale.seconds, warmup=scale.seconds / 2)
+            found = send(request, load)
+            share = found.throughput / loops[dtype]
+            yield {"case": case, **_figures(found), "of the bare loop": share, **figures}
 
-    for dtype in ("float32", "bfloat16"):
-        with _fastapi(scale, dtype) as url:
-            yield from measure(f"FastAPI, {dtype}", url, loops[dtype])
+    with _fastapi(scale) as url:
+        for dtype in bare.SERVED:
+            yield from measure(f"FastAPI, {dtype}", f"{url}/{dtype}", dtype)
     expected = compute_on_cpu(scale)
     with serving(scale, folder / "home") as server:
         for number, (case, (dtype, config)) in enumerate(_VARIANTS.items()):
@@ -272,7 +274,7 @@ def measure_throughput(scale: Scale, folder: Path) -> Results:
                 ready = register(server, archive, **batch)
                 found = difference(server.client.predict_json(f"bert{number}", scale.ids), expected)
                 url = f"{server.url}/predictions/bert{number}"
-                yield from measure(case, url, loops[dtype], **{"start s": ready, "difference": found})
+                yield from measure(case, url, dtype, **{"start s": ready, "difference": found})
                 server.client.unregister(f"bert{number}")
             except Exception as error:
                 yield {"case": case, "error": str(error)[:1000]}
@@ -289,16 +291,18 @@ def _figures(found: LoadResult) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _fastapi(scale: Scale, dtype: str) -> Iterator[str]:
+def _fastapi(scale: Scale) -> Iterator[str]:
+    """Yield the address of an unbatched FastAPI, to which a number format is added."""
     port = free_port()
-    command = [sys.executable, "-m", "tests.gpu.bare", scale.device, dtype, "serve", str(port)]
-    url = f"http://127.0.0.1:{port}/predictions/bert"
+    command = [sys.executable, "-m", "tests.gpu.bare", scale.device, str(port)]
+    url = f"http://127.0.0.1:{port}/predictions"
     with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as process:
         try:
             while True:
                 assert process.poll() is None, "FastAPI did not start"
                 with contextlib.suppress(httpx.TransportError):
-                    httpx.post(url, json=scale.ids, timeout=60).raise_for_status()
+                    for dtype in bare.SERVED:
+                        httpx.post(f"{url}/{dtype}", json=scale.ids, timeout=60).raise_for_status()
                     break
                 time.sleep(0.1)
             yield url
