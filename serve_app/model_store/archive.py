@@ -15,12 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from handlers import untrusted_files
-from serve_app.domain import autoscaling, capture, signature
+from handlers import endpoint_script, untrusted_files
+from serve_app.domain import autoscaling, capture, recycling, response_cache, signature
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.model import AUTHORS_KEYS
 from serve_app.domain.pool import is_pool_name
+from serve_app.domain.recycling import Recycling
+from serve_app.domain.response_cache import CachePolicy
 from serve_app.domain.signature import Signature
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import BadRequest, ConfigurationError, InvalidArchive
@@ -33,12 +35,16 @@ MANIFEST = "MAR-INF/MANIFEST.json"
 CONFIG = "model-config.yaml"
 HUGGING_FACE = "huggingface"  # the handler of a model folder
 SCRIPT_MODE = "sagemaker"  # the handler of a folder with a script in SCRIPTS
+AZUREML, HF_ENDPOINT = "azureml", "hf_endpoint"  # the handlers of a folder that is a script's
 SCRIPTS = "code"
-_SCRIPT_REQUIREMENTS = f"{SCRIPTS}/requirements.txt"
+# The folder in the model's, and the files of the script, by the handler that calls it.
+SCRIPT_HANDLERS = {SCRIPT_MODE: (SCRIPTS, "*.py"), AZUREML: ("", "*.py"), HF_ENDPOINT: ("", "handler.py")}
+MLFLOW, _MLMODEL = "mlflow", "MLmodel"  # the handler of MLflow's model directories, and their description
+_REQUIREMENTS = "requirements.txt"  # of models of MLflow, and of scripts beside them
 SECTION = "torchrelay"  # of a configuration, with our keys alone; they win
 
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_REBUILD = "rebuild the archive with torch-model-archiver"
+_REBUILD = "rebuild the archive with torchrelay archive"
 
 
 @dataclass(frozen=True)  # without slots, for its cached property
@@ -61,20 +67,27 @@ class Archive:
     def read(cls, directory: Path, name: str, default_handler: str = "") -> Archive:
         """Return an unpacked archive, with TorchServe's defaults for an older or missing manifest.
 
-        A Hugging Face model folder needs no manifest: its handler is ``huggingface``, unless ``code/`` has a
-        script for SageMaker's handler as the default. The stem of ``name`` is the default name of the model.
+        A Hugging Face model folder needs no manifest: its handler is ``huggingface``, unless the default one
+        calls a script that is in the folder. That of MLflow's model directories is ``mlflow``. The stem of
+        ``name`` is the default name of the model.
         Raises InvalidArchive.
         """
         try:
             text = read_document(directory / MANIFEST, name, MANIFEST)
         except FileNotFoundError:
             config = CONFIG if (directory / CONFIG).is_file() else None
-            has_script = default_handler == SCRIPT_MODE and has_scripts(directory / SCRIPTS)
-            if not has_script and (
+            folder, files = SCRIPT_HANDLERS.get(default_handler, (SCRIPTS, ""))
+            if default_handler == HF_ENDPOINT:
+                files = endpoint_script.file_name()
+            has_script = bool(files) and has_scripts(directory / folder, files)
+            requirements = _find_requirements(directory, folder)
+            if not has_script and default_handler in ("", *SCRIPT_HANDLERS) and is_mlflow_model(directory):
+                default_handler = MLFLOW
+                requirements = _find_requirements(directory)
+            elif not has_script and (
                 is_model_folder(directory) or (not default_handler and (directory / "config.json").is_file())
             ):
                 default_handler = HUGGING_FACE  # its check reports missing files
-            requirements = _SCRIPT_REQUIREMENTS if (directory / _SCRIPT_REQUIREMENTS).is_file() else None
             manifest = Manifest(
                 archive_stem(name),
                 handler=default_handler,
@@ -254,6 +267,11 @@ def find_syntax_error(file: Path, hint: str = "") -> str:
     return ""
 
 
+def is_mlflow_model(directory: Path) -> bool:
+    """Return whether this directory is a model of MLflow."""
+    return (directory / _MLMODEL).is_file()
+
+
 def is_model_folder(directory: Path) -> bool:
     """Return whether this directory is a Hugging Face model: config.json and weights."""
     from handlers import tasks  # late: reading a manifest needs no handler
@@ -261,9 +279,15 @@ def is_model_folder(directory: Path) -> bool:
     return directory.is_dir() and tasks.is_model_folder(path.name for path in directory.iterdir())
 
 
-def has_scripts(folder: Path) -> bool:
+def _find_requirements(directory: Path, folder: str = "") -> str | None:
+    """Return the name of the requirements file in a folder of the model's; None where there is none."""
+    name = str(PurePosixPath(folder) / _REQUIREMENTS)
+    return name if (directory / name).is_file() else None
+
+
+def has_scripts(folder: Path, pattern: str = "*.py") -> bool:
     """Return whether a folder has Python files, and is no archive itself."""
-    return any(folder.glob("*.py")) and not (folder / MANIFEST).is_file()
+    return any(folder.glob(pattern)) and not (folder / MANIFEST).is_file()
 
 
 def find_adapter_folder(directory: Path, source: str) -> Path:
@@ -404,18 +428,21 @@ class ModelConfig:
     pin: bool | None = _own_key(_FLAG)
     task: str | None = _own_key(_type("a task's name", lambda value: isinstance(value, str) and bool(value)))
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = _own_key(_one_of(*LEVELS))
-    envelope: Literal["body", "json", "kserve", "kservev2"] | None = _own_key(
-        _one_of("body", "json", "kserve", "kservev2")
+    envelope: Literal["body", "json", "kserve", "kservev2", "vertex"] | None = _own_key(
+        _one_of("body", "json", "kserve", "kservev2", "vertex")
     )
     autoscaling: Autoscaling | None = _own_key(_KeyType("a mapping", autoscaling.read))  # noqa: RUF009
+    recycling: Recycling | None = _own_key(_KeyType("a mapping", recycling.read))  # noqa: RUF009
     tensors: bool | None = _own_key(_FLAG)  # a row is {name: array}
     signature: Signature | None = _own_key(  # noqa: RUF009
         _KeyType("a mapping of inputs and outputs", signature.read)
     )
     capture: CapturePolicy | None = _own_key(_KeyType("a mapping", capture.read))  # noqa: RUF009
+    response_cache: CachePolicy | None = _own_key(_KeyType("a mapping", response_cache.read))  # noqa: RUF009
     profile: int | None = _own_key(_KeyType("true, false or a mapping", _profile))  # batches
 
     raw: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = field(default=(), compare=False)  # of keys and values without effect
 
     @property
     def sharded(self) -> bool:
@@ -446,9 +473,11 @@ class ModelConfig:
         section = _parse_section(raw.pop(SECTION, None), known, where)
         values: dict[str, Any] = {}
         authors: dict[str, Any] = {}
+        warnings: list[str] = []
         for key, value in list(raw.items()):
             if key not in known:
-                _warn_of_resemblance(key, [*known, *HANDLER_KEYS], where)
+                if near := _find_resemblance(key, [*known, *HANDLER_KEYS]):
+                    warnings.append(f"{where}: {key!r} is left to the handler; did you mean {near!r}?")
                 continue
             if key in section:
                 authors[key] = value
@@ -461,7 +490,7 @@ class ModelConfig:
                 problem = str(error) or f"{key}: {value!r} must be {description}"
                 if "ours" in entry.metadata and (strict or isinstance(value, dict)):
                     raise ConfigurationError(where, problem) from None
-                log.warning("%s: %s; it is ignored", where, problem)
+                warnings.append(f"{where}: {problem}; it is ignored")
                 if "ours" in entry.metadata:
                     authors[key] = raw.pop(key)
         for key, (value, parsed) in section.items():
@@ -477,13 +506,20 @@ class ModelConfig:
             raise ConfigurationError(
                 where, "tensors and envelope: a model of tensors needs no envelope; remove one"
             )
-        return cls(**values, raw=raw)
+        if values.get("response_cache") and values.get("sequence_batching"):
+            raise ConfigurationError(
+                where, "response_cache and sequenceBatching: responses depend on the sequence; remove one"
+            )
+        for warning in warnings:
+            log.warning("%s", warning)
+        return cls(**values, raw=raw, warnings=tuple(warnings))
 
 
-def _warn_of_resemblance(key: Any, known: list[str], where: str) -> None:
-    near = did_you_mean(key, known, cutoff=0.9) if isinstance(key, str) and key not in HANDLER_KEYS else None
-    if near is not None and key != SECTION:
-        log.warning("%s: %r is left to the handler; did you mean %r?", where, key, near)
+def _find_resemblance(key: Any, known: list[str]) -> str | None:
+    """Return the key that the author of an unknown one may have meant."""
+    if not isinstance(key, str) or key in HANDLER_KEYS or key == SECTION:
+        return None
+    return did_you_mean(key, known, cutoff=0.9)
 
 
 def _parse_section(section: Any, known: Mapping[str, Field[Any]], where: str) -> dict[str, tuple[Any, Any]]:

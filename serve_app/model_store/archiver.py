@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import io
 import json
@@ -17,7 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from handlers import HANDLERS
+from handlers import FOLDER_HANDLERS, HANDLERS
+from handlers.loading.pickle_scan import find_rejection_reason
 from serve_app.domain.validation import did_you_mean
 from serve_app.errors import ConfigurationError
 from serve_app.model_store.archive import MANIFEST, ModelConfig, find_syntax_error
@@ -56,10 +58,10 @@ class ArchiveRecipe:
 
 @dataclass(frozen=True)
 class WrittenArchive:
-    """An archive that was written: its path, the number of its files, and warnings."""
+    """An archive that was written: its path, the names of its files without the manifest, and warnings."""
 
     path: Path
-    files: int
+    files: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
@@ -73,7 +75,7 @@ def make(recipe: ArchiveRecipe) -> WrittenArchive:
             warnings.append(f"Two files are named {name}: {source} replaces {files[name]}")
         files[name] = source
     _write(path, recipe, files)
-    return WrittenArchive(path, len(files), tuple(warnings))
+    return WrittenArchive(path, tuple(files), tuple(warnings))
 
 
 def manifest(recipe: ArchiveRecipe) -> str:
@@ -103,6 +105,9 @@ def _files(recipe: ArchiveRecipe, warnings: list[str]) -> Iterator[tuple[str, Pa
         _check_compiles(model_file, "--model-file")
         yield model_file.name, model_file
     if weights := _existing_file(recipe.serialized_file, "--serialized-file"):
+        is_read_by_us = recipe.handler.partition(":")[0] in HANDLERS.keys() - FOLDER_HANDLERS
+        if is_read_by_us and (reason := find_rejection_reason(weights, model_file is not None, trusted=True)):
+            warnings.append(f"--serialized-file {weights} will be refused: {reason}")
         yield weights.name, weights
     if handler := _handler(recipe, warnings):
         yield handler.name, handler
@@ -182,7 +187,7 @@ def _nearest(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f": there is no folder {folder}"
-    near = did_you_mean(path.name, [other.name for other in folder.iterdir()])
+    near = did_you_mean(path.name, [other.name for other in folder.glob(f"*{path.suffix}")])
     return f"; did you mean {folder / near}?" if near else f" in {folder.resolve()}"
 
 
@@ -230,7 +235,10 @@ def partial_file(path: Path) -> Iterator[Path]:
         sync(partial)
         partial.replace(path)
     except OSError as error:
-        raise ArchiverError(f"{error.filename or path}: {error.strerror}") from None
+        remedy = "name another folder with --export-path"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"free space there, or {remedy}"
+        raise ArchiverError(f"{path} cannot be written: {error.strerror}; {remedy}") from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -27,12 +27,13 @@ import re
 import shutil
 import stat
 import tarfile
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 from urllib.parse import unquote
 
 from handlers.untrusted_files import TooManyEntries, open_zip
@@ -54,9 +55,11 @@ RATIO_FLOOR = 10 * MIB  # unpacked bytes up to which the ratio is not checked
 _MAX_HEADERS = MIB  # bytes of headers between two files of a tar; tarfile keeps them in memory
 _MAX_LINK = 4096  # bytes of a link's target
 _BLOCK = 512
+_IMAGE_FOLDER = "models"  # of an image with a model, as KServe has it
+_WHITEOUT = ".wh."
 _PERMISSIONS = {stat.S_IFLNK: 0o777, stat.S_IFDIR: 0o755}  # in a packed archive; of files: see pack
 
-_BROKEN = "rebuild it with torch-model-archiver, or copy it again"
+_BROKEN = "rebuild it with torchrelay archive, or copy it again"
 _LEAVES = "leaves the model's directory; put the file itself in"
 _SPECIAL = "{!r} is neither a file nor a directory; remove it"
 _HOSTILE = "repack it from inside the model's directory"
@@ -116,7 +119,7 @@ class ArchiveCache:
                 pack(source, archive, self._settings)
                 digest = self._copy(archive, None, name, progress)
             else:
-                digest = self._copy(source, archive, name, progress)
+                digest = self._copy(source, archive, name, progress, checked=True)
             if sha256 is not None and digest != sha256:
                 raise InvalidArchive(
                     name, f"its sha256 is {digest} and should be {sha256}; the archive is another one"
@@ -178,8 +181,18 @@ class ArchiveCache:
         except (FileNotFoundError, IsADirectoryError):
             raise ArchiveNotFound(f"Model not found at: {uri}") from None
 
-    def _copy(self, source: Path, target: Path | None, name: str, progress: OnProgress | None = None) -> str:
-        """Copy a file (with None only read it) and return its digest."""
+    def _copy(
+        self,
+        source: Path,
+        target: Path | None,
+        name: str,
+        progress: OnProgress | None = None,
+        checked: bool = False,
+    ) -> str:
+        """Copy a file (with None only read it) and return its digest.
+
+        With ``checked``, InvalidArchive is raised before gigabytes of what is no archive are copied.
+        """
         digest = hashlib.sha256()
         limit = self._settings.max_archive_bytes
         done = 0
@@ -187,10 +200,12 @@ class ArchiveCache:
             total = os.fstat(reading.fileno()).st_size or None
             while chunk := reading.read(MIB):
                 done += len(chunk)
-                if done > limit:
+                if max(done, total or 0) > limit:
                     raise InvalidArchive(
                         name, f"is larger than max_archive_bytes ({limit}); raise it to allow this"
                     )
+                if checked and done == len(chunk):
+                    _select_format(chunk[:4], name)
                 digest.update(chunk)
                 writing.write(chunk)
                 if progress:
@@ -207,6 +222,23 @@ def _file_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2].lstrip(".") or "archive"
 
 
+def compute_digest(source: Path, settings: ModelStoreSettings) -> str:
+    """Return the digest under which ``store`` keeps an archive, or a model's directory.
+
+    Raises InvalidArchive as ``pack`` does, and OSError.
+    """
+    if source.is_dir():
+        with tempfile.TemporaryDirectory() as temporary:
+            packed = Path(temporary, "packed.mar")
+            pack(source, packed, settings)
+            return compute_digest(packed, settings)
+    digest = hashlib.sha256()
+    with source.open("rb") as reading:
+        while chunk := reading.read(MIB):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 # Unpacking and packing
 
 
@@ -217,26 +249,49 @@ def unpack(archive: Path, into: Path, settings: ModelStoreSettings) -> Path:
     the remedy.
     """
     with archive.open("rb") as file:
-        start = file.read(4)
-        if start == b"PK\x03\x04":
-            extract = _extract_zip
-        elif start[:2] == b"\x1f\x8b":
-            extract = _extract_tar
-        else:
-            raise InvalidArchive(
-                archive.name,
-                "is neither a zip (.mar) nor a .tar.gz, or is empty; make one with torch-model-archiver",
-            )
+        extract = _select_format(file.read(4), archive.name)
         file.seek(0)
         into.mkdir(parents=True)
         try:
-            tree = _ExtractedTree(archive, into, settings)
+            tree = _ExtractedTree(archive.name, archive.stat().st_size, into, settings)
             with _archive_errors(archive.name):
                 extract(file, tree)
                 return tree.finish()
         except BaseException:
             remove_tree(into)
             raise
+
+
+def _select_format(start: bytes, name: str) -> Callable[[BinaryIO, _ExtractedTree], None]:
+    """Return the extraction of an archive by its first bytes. Raises InvalidArchive."""
+    if start == b"PK\x03\x04":
+        return _extract_zip
+    if start[:2] == b"\x1f\x8b":
+        return _extract_tar
+    raise InvalidArchive(
+        name, "is neither a zip (.mar) nor a .tar.gz, or is empty; make one with torchrelay archive"
+    )
+
+
+def unpack_image(layers: Sequence[Path], name: str, into: Path, settings: ModelStoreSettings) -> Path:
+    """Unpack the files below ``models/`` of an image's layers, the lowest first.
+
+    Return the model's directory. ``into`` must not exist; it is removed on failure. Raises InvalidArchive, as
+    ``unpack`` does.
+    """
+    into.mkdir(parents=True)
+    tree = _ImageTree(name, sum(layer.stat().st_size for layer in layers), into, settings)
+    try:
+        with _archive_errors(name):
+            for layer in layers:
+                with layer.open("rb") as file:
+                    _extract_tar(file, tree)
+            if not any(into.iterdir()):
+                raise tree.refuse(f"has no files below /{_IMAGE_FOLDER}; copy the model there")
+            return tree.finish()
+    except BaseException:
+        remove_tree(into)
+        raise
 
 
 def pack(directory: Path, archive: Path, settings: ModelStoreSettings) -> None:
@@ -279,11 +334,11 @@ def pack(directory: Path, archive: Path, settings: ModelStoreSettings) -> None:
 class _ExtractedTree:
     """The extraction of an archive into a directory, with limits on sizes and entries."""
 
-    def __init__(self, archive: Path, root: Path, settings: ModelStoreSettings) -> None:
-        self.name = archive.name
+    def __init__(self, name: str, packed: int, root: Path, settings: ModelStoreSettings) -> None:
+        self.name = name
         self._root = root
         self._settings = settings
-        self._packed = archive.stat().st_size
+        self._packed = packed  # bytes of the archive
         self._written = 0
         self._created: set[PurePosixPath] = set()
         self._count = 0
@@ -298,6 +353,10 @@ class _ExtractedTree:
             return open_zip(file, self._settings.max_files)
         except TooManyEntries:
             raise self.refuse(_too_many(self._settings)) from None
+
+    def includes(self, name: str) -> bool:
+        """Return whether an entry of a tar is extracted."""
+        return True
 
     def directory(self, name: str) -> None:
         self._create_directory(self._path(name, is_directory=True))
@@ -347,7 +406,7 @@ class _ExtractedTree:
         home = self._root
         top = list(root.iterdir())
         if not top:
-            raise self.refuse("is empty; make it with torch-model-archiver")
+            raise self.refuse("is empty; make it with torchrelay archive")
         if len(top) == 1 and top[0].is_dir() and not top[0].is_symlink() and not _belongs_in_model(top[0]):
             home = self._root / top[0].name
         # All links exist now, so their targets are final.
@@ -394,6 +453,44 @@ class _ExtractedTree:
         return path
 
 
+class _ImageTree(_ExtractedTree):
+    """The extraction of an image's layers, one after the other, of which the files below ``models/`` count.
+
+    A file ``.wh.NAME`` of a layer hides ``NAME`` of those below it, and ``.wh..wh..opq`` all of its folder.
+    """
+
+    def includes(self, name: str) -> bool:
+        parts = PurePosixPath(name).parts
+        if parts in ((f"{_WHITEOUT}{_IMAGE_FOLDER}",), (f"{_WHITEOUT}{_WHITEOUT}.opq",)):
+            self._count_entry()
+            self._hide(PurePosixPath())
+        if parts[:1] != (_IMAGE_FOLDER,):
+            return False
+        if not parts[-1].startswith(_WHITEOUT):
+            return True
+        hidden = self._path(name)
+        shown = hidden.name.removeprefix(_WHITEOUT)
+        if shown in ("", ".", ".."):
+            raise self.refuse(f"the path {name!r} leaves the model's directory; {_HOSTILE}")
+        is_opaque = shown == f"{_WHITEOUT}.opq"
+        self._count_entry()  # it searches all folders so far
+        self._hide(hidden.parent if is_opaque else hidden.with_name(shown))
+        return False
+
+    def _hide(self, path: PurePosixPath) -> None:
+        target = self._root / path
+        if not path.parts or target.is_dir():
+            remove_tree(target)
+            self._root.mkdir(exist_ok=True)
+        else:
+            target.unlink(missing_ok=True)
+        self._created = {folder for folder in self._created if not folder.is_relative_to(path)}
+        self._links = [link for link in self._links if not link[0].is_relative_to(path)]
+
+    def _path(self, name: str, is_directory: bool = False) -> PurePosixPath:
+        return PurePosixPath(*super()._path(name, is_directory).parts[1:])
+
+
 def _extract_zip(file: BinaryIO, tree: _ExtractedTree) -> None:
     with tree.open_zip(file) as archive:
         for info in archive.infolist():
@@ -418,10 +515,20 @@ def _extract_zip(file: BinaryIO, tree: _ExtractedTree) -> None:
 
 
 def _extract_tar(file: BinaryIO, tree: _ExtractedTree) -> None:
-    with gzip.GzipFile(fileobj=file) as plain:
+    is_packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    with gzip.GzipFile(fileobj=file) if is_packed else contextlib.nullcontext(file) as plain:
         reader = _LimitedReader(plain, tree)
         with tarfile.open(fileobj=reader, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
             while entry := archive.next():
+                # tarfile keeps every entry, and a header packs to few bytes.
+                archive.members.clear()  # type: ignore[attr-defined]
+                if entry.size < 0:
+                    raise tree.refuse(f"{entry.name!r} has a negative size; {_BROKEN}")
+                if not tree.includes(entry.name):
+                    tree.count(_BLOCK + entry.size)
+                    reader.remaining = entry.size + _MAX_HEADERS
+                    continue
                 if entry.isreg():
                     reader.remaining = entry.size + _MAX_HEADERS
                     source = archive.extractfile(entry)
@@ -446,7 +553,7 @@ def _extract_tar(file: BinaryIO, tree: _ExtractedTree) -> None:
 class _LimitedReader(io.RawIOBase):
     """A reader that limits tarfile, which trusts every length, to one file with its headers at a time."""
 
-    def __init__(self, plain: gzip.GzipFile, tree: _ExtractedTree) -> None:
+    def __init__(self, plain: Any, tree: _ExtractedTree) -> None:
         self._plain = plain
         self._tree = tree
         self.remaining = _MAX_HEADERS

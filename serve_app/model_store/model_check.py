@@ -17,6 +17,7 @@ from typing import Any
 from handlers import FOLDER_HANDLERS, HANDLERS, HandlerLoadError, extras, tasks
 from handlers.distributed.degrees import check_divisible, degrees, layout
 from handlers.loading import pickle_scan
+from handlers.loading.loader import find_owner_file
 from handlers.torchserve_compat import llm_config
 from handlers.torchserve_compat.model_folder import find_local_folder
 from handlers.torchserve_compat.names import REPLACED
@@ -26,11 +27,16 @@ from serve_app.errors import ConfigurationError
 from serve_app.model_store.archive import (
     CONFIG,
     HUGGING_FACE,
+    MLFLOW,
+    SCRIPT_HANDLERS,
+    SCRIPT_MODE,
+    SCRIPTS,
     Archive,
     ModelConfig,
     find_inside,
     find_syntax_error,
     handler_module,
+    has_scripts,
 )
 
 log = logging.getLogger(__name__)
@@ -89,6 +95,9 @@ def check_model(archive: Archive, task: str | None = None, trusted: bool = False
         task = _task(archive, task, config)
     config = _translate_large_model(archive, config, own_handler, built_in)
     _check_weights(archive, built_in, config.trusted is True)
+    if built_in in (MLFLOW, *SCRIPT_HANDLERS) and not (manifest.is_code or trusted):
+        remedy = "register it with trusted=true, or name it in store.trusted"
+        raise archive.error(f"the handler {built_in} runs code of the model's directory; {remedy}")
     return config if task == config.task else replace(config, task=task, raw={**config.raw, "task": task})
 
 
@@ -121,13 +130,11 @@ def _with_trust(archive: Archive, trusted: bool) -> ModelConfig:
 def _check_handler(archive: Archive, file: Path | None, runs_code: bool) -> None:
     manifest = archive.manifest
     if not manifest.handler:
-        remedy = (
-            "name one when registering, or set default_service_handler; "
-            "a Hugging Face folder has a config.json"
-        )
-        raise archive.error(f"names no handler; {remedy}")
+        raise archive.error(_explain_missing_handler(archive.directory))
     if file is not None:
         return _check_compiles(archive, file)
+    if runs_code and (owner_file := find_owner_file(manifest.handler.partition(":")[0])) is not None:
+        return _check_compiles(archive, owner_file)
     module, function = handler_module(manifest.handler), manifest.handler.partition(":")[2]
     if module in HANDLERS and function in ("", "handle"):
         return
@@ -141,6 +148,24 @@ def _check_handler(archive: Archive, file: Path | None, runs_code: bool) -> None
     hint = f"did you mean {near!r}?" if near else f"there are {', '.join(HANDLERS)}"
     missing = f"the handler {manifest.handler!r} is neither a file of the archive nor built in"
     raise archive.error(f"{missing}; put it into the archive, or name a built-in one: {hint}")
+
+
+def _explain_missing_handler(directory: Path) -> str:
+    """Return what a directory without a handler is, and how it can be served."""
+    if next(directory.glob("*/data.pkl"), None) is not None:  # a zip, as archives are
+        return (
+            "is a file of torch.save, and no archive; make one with "
+            "`torchrelay archive --serialized-file`, or with --model-file, too, for a state dict"
+        )
+    if has_scripts(directory / SCRIPTS):
+        remedy = f"register it with the handler {SCRIPT_MODE} and trusted=true"
+        return f"names no handler, and has a script in {SCRIPTS}/; {remedy}"
+    if (directory / "config.pbtxt").is_file():
+        return "is a model of Triton; make an archive of its ONNX or TorchScript file by `torchrelay archive`"
+    return (
+        "names no handler; name one when registering, or set default_service_handler; "
+        "a Hugging Face folder has a config.json"
+    )
 
 
 def _check_weights(archive: Archive, built_in: str, trusted: bool) -> None:

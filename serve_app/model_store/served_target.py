@@ -14,7 +14,7 @@ from handlers.errors import HandlerLoadError
 from handlers.loading import pickle_scan
 from handlers.loading.class_inspection import ClassDescription
 from serve_app.domain.validation import did_you_mean
-from serve_app.model_store.archive import MANIFEST, archive_stem, is_model_folder
+from serve_app.model_store.archive import MANIFEST, archive_stem, is_mlflow_model, is_model_folder
 from serve_app.model_store.archiver import ArchiveRecipe, ArchiverError, make
 from serve_app.model_store.class_archive import ClassFile, class_recipe
 
@@ -100,7 +100,7 @@ def _read(
         return ServedTarget(name or repository.rpartition("/")[2], trusted, url=target)
     path = Path(target.partition(":")[0] if ".py:" in target else target)
     if not path.exists():
-        near = did_you_mean(path.name, [other.name for other in path.parent.glob("*")])
+        near = did_you_mean(path.name, [other.name for other in path.parent.glob(f"*{path.suffix}")])
         hint = f"; did you mean {path.parent / near}?" if near else "; name a file, a folder or an hf:// name"
         raise ArchiverError(f"{path} does not exist{hint}")
     if path.is_dir():
@@ -131,6 +131,8 @@ def _read_folder(folder: Path, name: str, extra_files: str | None, trusted: bool
     name = name or folder.name
     if (folder / MANIFEST).is_file():
         return ServedTarget(name, trusted, path=folder)
+    if is_mlflow_model(folder):
+        return ServedTarget(name, trusted, path=folder)
     if is_model_folder(folder):
         return ServedTarget(name, trusted, path=folder, handler=_default_handler(folder, trusted))
     if (folder / _DEFAULT_FILE).is_file():
@@ -142,7 +144,9 @@ def _read_folder(folder: Path, name: str, extra_files: str | None, trusted: bool
 
 
 def _default_handler(folder: Path, trusted: bool) -> str:
-    """Return ``llm`` for a language model, which then streams and has OpenAI's API; else empty."""
+    """Return the handler with which a folder streams and has OpenAI's API; empty for other folders."""
+    if tasks.reads_images_and_texts(folder):
+        return "image_text_to_text"
     try:
         return "llm" if tasks.select_task(folder, None, trusted) == "text-generation" else ""
     except HandlerLoadError:  # the registration reports it

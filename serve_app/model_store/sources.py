@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from serve_app.domain.urls import redact_url
-from serve_app.errors import ArchiveNotFound, DownloadFailed
+from serve_app.domain.urls import matches_any, redact_url
+from serve_app.errors import ArchiveNotFound, ConfigurationError, DownloadFailed
 from serve_app.model_store import object_stores
 from serve_app.model_store.download import OnProgress, download
 from serve_app.net.egress import PublicTransport
@@ -50,28 +50,50 @@ def fetch(
             raise ArchiveNotFound(f"Model not found at: {redact_url(url)}")
         return path
     _check_allowed(url, url, settings, by_operator)
+    try:
+        path_of_url = urlsplit(url).path
+    except ValueError as error:
+        raise DownloadFailed(redact_url(url), f"it is no URL: {error}") from None
     if scheme == "file":
         path = file_path(url)
         if path is None or not _exists(path):
             raise DownloadFailed(redact_url(url), "no such file or directory on the server's machine")
         return path
-    if scheme in object_stores.EXTRAS:
-        return object_stores.download(object_stores.parse_address(url), url, into, settings, progress)
+    if scheme in object_stores.SCHEMES:
+        where = object_stores.parse_address(url)
+        return object_stores.download(where, url, into, settings, progress, by_operator)
     if scheme in ("http", "https"):
         if (bucket := _signed_address(url, signed)) is not None:
             return object_stores.download(bucket, url, into, settings, progress)
         return download(
             url,
-            into / object_stores.safe_name(unquote(urlsplit(url).path.rsplit("/", 1)[-1])),
+            into / object_stores.safe_name(unquote(path_of_url.rsplit("/", 1)[-1])),
             settings,
             progress,
             lambda redirect: _check_allowed(redirect, redirect, settings, by_operator),
             PublicTransport() if settings.allowed_urls is None and not by_operator else None,
         )
-    known = ", ".join(f"{scheme}://" for scheme in ("file", "http(s)", *object_stores.EXTRAS))
+    known = ", ".join(f"{scheme}://" for scheme in ("file", "http(s)", *object_stores.SCHEMES))
     raise DownloadFailed(
         redact_url(url), f"{scheme}:// is not supported; use {known} or a name in the model store"
     )
+
+
+def list_entries(store: Path) -> list[Path]:
+    """Return the files and folders of a model store by name; none where it does not exist.
+
+    Raises ConfigurationError where it cannot be read.
+    """
+    try:
+        return sorted(store.iterdir()) if store.exists() else []
+    except NotADirectoryError:
+        problem = "it is a file; set store.model_store to a folder of archives"
+    except PermissionError:
+        user = f"the user {os.getuid()} must read and enter it"
+        problem = f"permission denied: {user} (chmod o+rx, or another owner), or control.load_models be none"
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror}); set store.model_store to another folder"
+    raise ConfigurationError(f"model store {store}", problem)
 
 
 def file_path(url: str) -> Path | None:
@@ -108,14 +130,14 @@ def split_digest(url: str) -> tuple[str, str | None]:
 
 
 # The URLs of clients where store.allowed_urls is not set; the transport checks the addresses.
-_DEFAULT_URLS = ("http(s)?://.*", "s3://.*", "gs://.*", "hf://.*")
+_DEFAULT_URLS = ("http(s)?://.*", *(f"{scheme}://.*" for scheme in object_stores.SCHEMES))
 
 
 def _check_allowed(url: str, given: str, settings: ModelStoreSettings, by_operator: bool) -> None:
     patterns = settings.allowed_urls
     if patterns is None:
         patterns = (*_DEFAULT_URLS, "file://.*") if by_operator else _DEFAULT_URLS
-    if any(re.fullmatch(pattern, url) for pattern in patterns):
+    if matches_any(patterns, url):
         return
     hint = ""
     if settings.allowed_urls is None and url.startswith("file:"):

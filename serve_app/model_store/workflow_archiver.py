@@ -34,7 +34,7 @@ def make(recipe: WorkflowArchiveRecipe) -> WrittenArchive:
     files = {file.name: file for file in _files(recipe)}
     _check(recipe, files)
     archiver.write_zip(path, files, {workflow_archive.MANIFEST: manifest(recipe)})
-    return WrittenArchive(path, len(files), tuple(warnings))
+    return WrittenArchive(path, tuple(files), tuple(warnings))
 
 
 def manifest(recipe: WorkflowArchiveRecipe) -> str:

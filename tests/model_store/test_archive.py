@@ -340,7 +340,7 @@ def test_entries_that_need_one_place_are_refused(tmp_path, make):
 @pytest.mark.parametrize("data", [b"", b"hello, no archive", b"PK\x05\x06" + bytes(18), b"\x80\x02pickle"])
 def test_what_is_no_archive_is_refused(tmp_path, data):
     (tmp_path / "m.mar").write_bytes(data)
-    refused(tmp_path / "m.mar", tmp_path, "neither a zip (.mar) nor a .tar.gz", "torch-model-archiver")
+    refused(tmp_path / "m.mar", tmp_path, "neither a zip (.mar) nor a .tar.gz", "torchrelay archive")
 
 
 def test_an_empty_tar_is_refused(tmp_path):

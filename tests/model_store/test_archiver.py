@@ -97,7 +97,7 @@ class TestBesideTorchModelArchiver:
         [manifest] = [name for name in ours_files if name.endswith(MANIFEST)]
         made, wanted = (json.loads(files.pop(manifest)) for files in (ours_files, their_files))
         assert ours_files == their_files
-        assert len(ours_files) == ours.files
+        assert len(ours_files) == len(ours.files)
         assert made.pop("createdOn")[:10] == wanted.pop("createdOn")[:10]
         assert json.dumps(made) == json.dumps(wanted)  # the order of the keys too
 

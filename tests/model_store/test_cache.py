@@ -7,11 +7,8 @@ import socket
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 import zipfile
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from serve_app.model_store.atomic_dir import STALE_AFTER, remove_stale
 from serve_app.model_store.cache import ArchiveCache
 from serve_app.settings import MIB, ModelStoreSettings
 from tests.support.disk_calls import DiskCalls
+from tests.support.http_server import serving_folder
 
 pytestmark = pytest.mark.integration
 
@@ -78,24 +76,12 @@ def test_another_node_brings_it_from_the_uri(root, archive, tmp_path):
 
 
 def test_another_node_brings_it_over_http(root, archive, tmp_path):
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
     stored = ArchiveCache(root, SETTINGS).store(archive, "m.mar")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root / "archives")))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving_folder(root / "archives") as address:
         elsewhere = ArchiveCache(tmp_path / "elsewhere", SETTINGS)
-        address = f"http://127.0.0.1:{server.server_port}"
         with pytest.raises(DownloadFailed):
             elsewhere.open(f"{address}/absent.mar", stored.digest)
         directory = elsewhere.open(f"{address}/{stored.digest}/m.mar", stored.digest)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
     assert (directory / "handler.py").read_bytes() == b"x = 1\n"
 
 
@@ -242,7 +228,7 @@ def test_a_process_killed_in_mid_copy_leaves_nothing_that_counts(root, archive, 
     command = [sys.executable, "-c", KILLED.format(call=call), str(root), str(pipe), stored.digest]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, pipe.open("wb") as source:
         try:
-            source.write(bytes(MIB))
+            source.write(b"PK\x03\x04" + bytes(MIB - 4))
             source.flush()
             assert process.stdout.readline() == f"{MIB}\n"
             assert [name.partition("/")[0] for name in below(root)] == ["partial"]
@@ -302,3 +288,21 @@ def test_a_model_that_another_process_has_just_moved_is_named_durably(root, arch
     calls = DiskCalls.record(monkeypatch)
     cache.store(archive, "m.mar")
     assert (root / "models").stat().st_ino in {call.inode for call in calls if call.kind == "sync"}
+
+
+@pytest.mark.parametrize(
+    ("start", "size", "message"),
+    [(b"PK\x03\x04", 1 << 40, "larger than max_archive_bytes"), (b"", 1 << 30, "neither")],
+)
+def test_files_that_are_too_large_or_no_archives_are_not_copied(
+    tmp_path: Path, start: bytes, size: int, message: str
+) -> None:
+    cache = ArchiveCache(tmp_path / "cache", ModelStoreSettings(max_archive_bytes=1 << 30))
+    sparse = tmp_path / "sparse.mar"
+    with sparse.open("wb") as file:
+        file.write(start)
+        file.truncate(size)
+    copied: list[tuple[int, int | None]] = []
+    with pytest.raises(InvalidArchive, match=message):
+        cache.store(sparse, "sparse.mar", lambda *at: copied.append(at))
+    assert copied == []

@@ -196,7 +196,7 @@ def test_a_manifest_in_a_model_folder_says_its_version(write):
 @pytest.mark.parametrize(
     "changes, task, words",
     [
-        ({}, "poetry", "the task 'poetry' is not supported; there are feature-extraction,"),
+        ({}, "poetry", "the task 'poetry' is not supported; there are automatic-speech-recognition,"),
         ({}, "token-clasification", "did you mean 'token-classification'?"),
         (
             {},

@@ -5,18 +5,20 @@ others' HTTP.
 import contextlib
 import json
 import os
-from urllib.parse import unquote
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import boto3
 import pytest
 import requests
-from moto.server import ThreadedMotoServer
 
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store import object_stores
+from serve_app.model_store.repository import Repository
 from serve_app.model_store.sources import fetch
-from serve_app.settings import ModelStoreSettings
-from tests.support.http_server import serving
+from serve_app.settings import ModelStoreSettings, RepositorySettings
+from tests.support.http_server import dripping, serving
+from tests.support.s3_server import running_s3
 
 pytestmark = pytest.mark.integration
 
@@ -48,16 +50,7 @@ def s3():
     """Start an S3 server with ``models/m.mar``, a model's folder, and a folder of two archives; yield its
     address.
     """
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    # The servers of one process share their buckets, also with those that other tests stopped.
-    requests.post(f"{address}/moto-api/reset", timeout=60).raise_for_status()
-    try:
-        client = boto3.client(
-            "s3", "us-east-1", endpoint_url=address, aws_access_key_id="any", aws_secret_access_key="any"
-        )
-        client.create_bucket(Bucket="models")
+    with running_s3("models") as client:
         client.put_object(Bucket="models", Key="m.mar", Body=BODY)
         client.put_object(Bucket="models", Key="folder/MAR-INF/MANIFEST.json", Body=b"{}")
         client.put_object(Bucket="models", Key="folder/deep/handler.py", Body=b"# handler")
@@ -67,9 +60,7 @@ def s3():
             client.put_object(Bucket="models", Key=name, Body=b"archive")
         client.put_object(Bucket="models", Key="evil/MAR-INF/MANIFEST.json", Body=b"{}")
         client.put_object(Bucket="models", Key="evil/../../out", Body=b"out")
-        yield address
-    finally:
-        server.stop()
+        yield client.meta.endpoint_url
 
 
 @pytest.fixture
@@ -222,6 +213,62 @@ def test_s3_sse_kms_asks_with_credentials_or_not_at_all(get, s3, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
     failed(get, url, "access was refused", signed=True)
     assert get(url, signed=True, storage_options=options(s3)).read_bytes() == BODY
+
+
+def test_bucket_is_listed_as_a_repository(s3, tmp_path):
+    client = boto3.client(
+        "s3", "us-east-1", endpoint_url=s3, aws_access_key_id="a", aws_secret_access_key="b"
+    )
+    for key in ("digits/1.0/MAR-INF/MANIFEST.json", "digits/1.0/w.pt", "digits/2.0/a.mar", "top.mar"):
+        client.put_object(Bucket="models", Key=f"followed/{key}", Body=b"1")
+    settings = ModelStoreSettings(storage_options=options(s3))
+    repository = Repository(RepositorySettings(url="s3://models/followed/"), settings, tmp_path)
+
+    def listed():
+        return {
+            url.removeprefix("s3://models/followed/"): (entry.model, entry.version, entry.fingerprint)
+            for url, entry in repository.list().entries.items()
+        }
+
+    before, entries = listed(), repository.list().entries
+    names = {path: entry[:2] for path, entry in before.items()}
+    both = {"digits/1.0": ("digits", "1.0"), "digits/2.0/a.mar": ("digits", "2.0")}
+    assert names == {**both, "top.mar": (None, None)}
+    client.put_object(Bucket="models", Key="followed/digits/1.0/w.pt", Body=b"2")
+    assert {path for path, entry in listed().items() if before[path] != entry} == {"digits/1.0"}
+    unchanged = {url.rpartition("/")[2]: repository.is_unchanged(entry) for url, entry in entries.items()}
+    assert unchanged == {"1.0": False, "a.mar": True, "top.mar": True}
+    refused = Repository(RepositorySettings(url="s3://none/models"), settings, tmp_path)
+    with pytest.raises(DownloadFailed) as error:
+        refused.list()
+    assert "there is no such bucket" in error.value.detail
+
+
+def test_listings_of_buckets_and_hubs_are_limited(get, s3, monkeypatch):
+    store = ModelStoreSettings(storage_options=options(s3))
+    monkeypatch.setattr(object_stores, "MAX_LISTED", 2)
+    assert len(object_stores.list_files("s3://models/two", store, str)) == 2
+    monkeypatch.setattr(object_stores, "MAX_LISTED", 1)
+    with pytest.raises(DownloadFailed) as error:
+        object_stores.list_files("s3://models/two", store, str)
+    assert "models/two has more than 1 files" in error.value.detail
+    failed(get, "s3://models/folder", "more than 1 files", storage_options=options(s3), max_files=1)
+    with hub(FILES) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        failed(get, "hf://owner/name", "more than 2 files", max_files=2)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "hf"])
+def test_slow_servers_end_at_the_timeout(get, monkeypatch, scheme):
+    with dripping("HTTP/1.1") as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        server = {**options(address), "gs": {"endpoint_url": address, "token": "anon"}}
+        url = f"{scheme}://owner/name"
+        failed(get, url, "download_timeout (1 s)", storage_options=server, download_timeout=1.0)
+        with pytest.raises(DownloadFailed) as error:
+            store = ModelStoreSettings(storage_options=server, download_timeout=1.0)
+            object_stores.list_files(url, store, str)
+        assert "download_timeout (1 s)" in error.value.detail
 
 
 def test_s3_sse_kms_of_another_url(get):
@@ -396,3 +443,28 @@ def test_an_object_of_google_cloud_storage(get, gs):
 def test_what_google_cloud_storage_refuses(get, gs):
     failed(get, "gs://absent/m.mar", "no such", storage_options=gs)
     failed(get, "gs://secret/m.mar", "access was refused", storage_options=gs)
+
+
+def test_pages_of_listings_are_not_larger_than_every_s3_server_allows() -> None:
+    keys = [f"folder/{number}.bin" for number in range(3)]
+
+    def answer(request: Any) -> None:
+        query = parse_qs(urlsplit(request.path).query)
+        if int(query["max-keys"][0]) > 1000:
+            return request.send_error(400)
+        first = int(query.get("continuation-token", ["0"])[0])
+        is_last = first + 1 == len(keys)
+        token = "" if is_last else f"<NextContinuationToken>{first + 1}</NextContinuationToken>"
+        body = (
+            f"<ListBucketResult><IsTruncated>{str(not is_last).lower()}</IsTruncated>{token}<Contents>"
+            f"<Key>{keys[first]}</Key><Size>1</Size></Contents></ListBucketResult>"
+        ).encode()
+        request.send_response(200)
+        request.send_header("content-length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+
+    with serving(answer) as address:
+        settings = ModelStoreSettings(storage_options=options(address))
+        found = object_stores.list_files("s3://models/folder", settings, lambda details: str(details["size"]))
+    assert found == {"0.bin": "1", "1.bin": "1", "2.bin": "1"}

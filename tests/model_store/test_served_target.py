@@ -77,6 +77,15 @@ def test_archives_model_folders_and_names_of_a_hub(tmp_path: Path, store: Path) 
     assert (target.name, target.write(store, "1.0")) == ("tiny", "hf://owner/tiny@main")
 
 
+def test_a_model_directory_of_mlflow(tmp_path: Path) -> None:
+    folder = tmp_path / "churn"
+    folder.mkdir()
+    (folder / "MLmodel").write_text("{}")
+    (folder / "model.py").write_text(MODEL)
+    target = read_target(str(folder), trusted=True)
+    assert (target.name, target.path, target.trusted) == ("churn", folder, True)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_weights(tmp_path: Path, store: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "line.pt")

@@ -8,7 +8,7 @@ import pytest
 from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store.sources import fetch, split_digest
 from serve_app.settings import ModelStoreSettings
-from tests.support.http_server import serving
+from tests.support.http_server import dripping, serving, trusted_tls
 
 BODY = bytes(range(256)) * 5000
 
@@ -174,9 +174,35 @@ def test_a_download_too_slow_is_an_error(get):
     gone = threading.Event()
     with serving(lambda handler: gone.wait()) as address:
         try:
-            failed(get, f"{address}/m.mar", "ReadTimeout", download_timeout=0.2)
+            failed(get, f"{address}/m.mar", "download_timeout (0.2 s)", download_timeout=0.2)
         finally:
             gone.set()
+
+
+def test_headers_end_at_the_timeout(get, tmp_path, monkeypatch):
+    with dripping() as address:
+        failed(get, f"{address}/m.mar", "download_timeout (1 s)", download_timeout=1.0)
+    with dripping(context=trusted_tls(tmp_path, monkeypatch)) as address:
+        failed(get, f"{address}/m.mar", "download_timeout (1 s)", download_timeout=1.0)
+
+
+def test_redirects_end_at_the_timeout(get):
+    ended = threading.Event()
+
+    def redirect(handler):
+        ended.wait(0.2)
+        handler.send_response(302)
+        handler.send_header("Location", "/again.mar")
+        handler.end_headers()
+
+    with serving(redirect) as address:
+        failed(get, f"{address}/m.mar", "download_timeout (1 s)", download_timeout=1.0)
+
+
+@pytest.mark.parametrize("url", ["http://[", "https://[::1", "oci://[::1/m", "http://[v1.x]/m.mar"])
+def test_what_is_no_url_is_an_error(get, url):
+    with pytest.raises(DownloadFailed):
+        get(url, allowed_urls=None)
 
 
 def test_nobody_there_is_an_error(get):

@@ -128,7 +128,7 @@ def unpacked(archive: Path) -> Path:
 def test_an_archive_is_made_and_read(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("x")
     made = make(recipe(tmp_path, extra_files=str(tmp_path / "words.txt")))
-    assert (made.path, made.files) == (tmp_path / "wf.war", 3)
+    assert (made.path, len(made.files)) == (tmp_path / "wf.war", 3)
     folder = unpacked(made.path)
     assert (folder / "words.txt").read_text() == "x"
     manifest = json.loads((folder / "WAR-INF/MANIFEST.json").read_text())
