@@ -25,16 +25,27 @@ from serve_app.protocols.openai.inference import (
 )
 from serve_app.protocols.openai.model_ids import OpenAIModel
 from serve_app.protocols.openai.ranking import RerankBody, RerankList, ScoreBody, ScoreList
+from serve_app.protocols.openai.responses import ResponsesBody
+from serve_app.protocols.openai.transcriptions import (
+    Transcription,
+    TranscriptionForm,
+    TranslationForm,
+    VerboseTranscription,
+)
 
 
-def _inference(path: str, id: str, summary: str, body: type, result: Content) -> Endpoint:
+def inference(path: str, id: str, summary: str, body: type | Content, result: Content) -> Endpoint:
     responses = {200: result, "default": NO_CONTENT}
     errors = (400, 404, 410, 429, 503, 504, 507)
     return post(path, id, summary, responses, errors, body, headers=InferenceHeaders)
 
 
-_COMPLETION = Content(
+COMPLETION = Content(
     {"application/json": Any, "text/event-stream": Any}, "The handler's response.", from_model=True
+)
+SPOKEN = Content(
+    {"application/json": Transcription | VerboseTranscription, "text/plain": str, "text/vtt": str},
+    from_model=True,
 )
 OPENAI = API(
     "OpenAI",
@@ -47,30 +58,43 @@ OPENAI = API(
             "List the models, and the versions of those with several.",
             OpenAIModelList,
         ),
-        _inference("/v1/completions", "completions", "Create a completion.", CompletionBody, _COMPLETION),
-        _inference(
+        inference("/v1/completions", "completions", "Create a completion.", CompletionBody, COMPLETION),
+        inference(
             "/v1/chat/completions",
             "chat_completions",
             "Create a chat completion.",
             ChatCompletionBody,
-            _COMPLETION,
+            COMPLETION,
         ),
-        _inference(
+        inference("/v1/responses", "responses", "Create a response.", ResponsesBody, COMPLETION),
+        inference(
             "/v1/embeddings",
             "embeddings",
             "Create the embedding of each text.",
             EmbeddingsBody,
             json(EmbeddingList, from_model=True),
         ),
-        _inference(
+        inference(
             "/v1/rerank",
             "rerank",
             "Rank documents by their relevance to a query.",
             RerankBody,
             json(RerankList, from_model=True),
         ),
-        _inference(
-            "/v1/score", "score", "Score pairs of texts.", ScoreBody, json(ScoreList, from_model=True)
+        inference("/v1/score", "score", "Score pairs of texts.", ScoreBody, json(ScoreList, from_model=True)),
+        inference(
+            "/v1/audio/transcriptions",
+            "transcriptions",
+            "Transcribe audio.",
+            Content({"multipart/form-data": TranscriptionForm}),
+            SPOKEN,
+        ),
+        inference(
+            "/v1/audio/translations",
+            "translations",
+            "Translate audio into English.",
+            Content({"multipart/form-data": TranslationForm}),
+            SPOKEN,
         ),
     ),
 )

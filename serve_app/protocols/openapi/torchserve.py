@@ -28,6 +28,8 @@ from serve_app.protocols.torchserve.inference import (
     Liveness,
     PredictionHeaders,
     StartupState,
+    SwaggerDocument,
+    SwaggerParameters,
 )
 from serve_app.protocols.torchserve.openapi import describe_path
 
@@ -107,6 +109,20 @@ INFERENCE = API(
             InvocationParameters,
         ),
         *_inference("/wfpredict/{workflow_name}", "wfpredict", "Run a workflow."),
+        get(
+            "/swagger.json",
+            "swagger",
+            "Describe a model's predictions, as Azure ML's inference server does.",
+            SwaggerDocument,
+            (400, 404),
+            query=SwaggerParameters,
+        ),
+        get(
+            "/version",
+            "mlflow_version",
+            "Get the version of MLflow, as its scoring server does.",
+            {200: Content({"text/plain": str}), 404: NO_CONTENT},
+        ),
     ),
 )
 HEALTH = replace(

@@ -1,0 +1,1 @@
+"""The API of Hugging Face's text-embeddings-inference under ``/tei/{model}``."""
