@@ -302,6 +302,7 @@ def stub_features(control_api: Any) -> None:
     control_api.list_predictions = return_value([])
     control_api.get_drift = control_api.reset_drift = return_value(drift)
     control_api.add_adapter, control_api.list_adapters = return_value(adapter), return_value([adapter])
+    control_api.set_replicas = return_value({"replicas": 2, "running": 1, "min": 1, "max": 4})
     control_api.list_keys, control_api.revoke_key = return_value([key]), return_value(None)
     control_api.create_key = control_api.rotate_key = return_value({**key, "key": "trk_1"})
     control_api.get_version_stats = return_value([])
@@ -339,8 +340,8 @@ def test_responses_match_their_descriptions(asgi_inference: Any, management: Any
 
     @schema.hook
     def map_path_parameters(context: Any, parameters: Any) -> Any:
-        if parameters and "model_name" in parameters:
-            parameters["model_name"] = use_known_model(parameters["model_name"])
+        for name in {"model_name", "model_id"} & set(parameters or ()):
+            parameters[name] = use_known_model(parameters[name])
         return parameters
 
     checks = [CHECKS.get_one(name) for name in CHECKED]
