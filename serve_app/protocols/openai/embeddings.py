@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import base64
+import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
-from serve_app.domain.request import InferenceResponse, InputPart, ResponseStream
+from serve_app.domain.request import InferenceResponse, InputPart
 from serve_app.domain.validation import documented
-from serve_app.errors import HandlerRejected
 from serve_app.protocols.openai.errors import InvalidField
 from serve_app.protocols.openai.fields import find_ignored
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 _FORMATS = ("float", "base64")
-# Sent with each text: Torchrelay's own sentence models return the number of tokens, others ignore it.
-_COUNT_TOKENS = InputPart("parameters", b'{"tokens": true}', "application/json")
+# Sent with each text, for the models of a folder; handlers of authors ignore them.
+_PARAMETERS = {"output_value": "sentence_embedding", "tokens": True}
 
-
+Input = str | tuple[int, ...]  # a text, or its token ids
 _Text = Annotated[str, documented(minLength=1)]
+_TokenIds = Annotated[list[Annotated[int, documented(minimum=0)]], documented(minItems=1)]
 
 
-class EmbeddingsBody(TypedDict):
+class EmbeddingsFields(TypedDict):
+    input: Annotated[
+        _Text
+        | Annotated[list[_Text], documented(minItems=1, maxItems=MAX_INPUTS)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], documented(minItems=1, maxItems=MAX_INPUTS)],
+        documented("A text, several texts, or token ids of the model's own tokenizer."),
+    ]
+    encoding_format: NotRequired[Literal["float", "base64"]]
+    dimensions: NotRequired[
+        Annotated[int, documented("Shorten each vector to its first numbers.", minimum=1)]
+    ]
+    user: NotRequired[str]
+
+
+class EmbeddingsBody(EmbeddingsFields):
     """The body of a request."""
 
     model: Annotated[str, documented("name, or name:version", minLength=1)]
-    input: _Text | Annotated[list[_Text], documented(minItems=1, maxItems=MAX_INPUTS)]
-    encoding_format: NotRequired[Literal["float", "base64"]]
-    user: NotRequired[str]
 
 
 class Embedding(TypedDict):
@@ -57,12 +71,13 @@ class EmbeddingList(TypedDict):
 class EmbeddingRequest:
     """A parsed request.
 
-    ``inputs`` are the texts; with ``base64`` vectors are sent as base64 of little-endian float32.
+    With ``base64`` vectors are sent as base64 of little-endian float32.
     """
 
-    inputs: tuple[str, ...]
+    inputs: tuple[Input, ...]
     base64: bool
     ignored: tuple[str, ...] = ()
+    dimensions: int | None = None
 
     @property
     def rows(self) -> list[tuple[InputPart, ...]]:
@@ -74,30 +89,63 @@ class EmbeddingRequest:
 
 def parse_request(body: Mapping[str, Any]) -> EmbeddingRequest:
     """Parse a body. Raises InvalidField."""
-    ignored = find_ignored(body, EmbeddingsBody)
-    inputs = body.get("input")
-    texts = [inputs] if isinstance(inputs, str) else inputs
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise InvalidField(
-            "input is a text, or a list of texts, none of them empty; not of token ids.", "input"
-        )
-    if len(texts) > MAX_INPUTS:
-        raise InvalidField(
-            f"input has {len(texts)} texts, and may have {MAX_INPUTS}: send several requests.", "input"
-        )
-    if body.get("dimensions") is not None:
-        raise InvalidField(
-            "dimensions is not served: a vector is as long as the model makes it.", "dimensions"
-        )
+    ignored = find_ignored(body, EmbeddingsBody.__annotations__)
+    inputs = _parse_inputs(body.get("input"))
+    dimensions = read_dimensions(body)
     encoding_format = body.get("encoding_format")
     if encoding_format not in (None, *_FORMATS):
         raise InvalidField(f"encoding_format is one of {', '.join(_FORMATS)}.", "encoding_format")
-    return EmbeddingRequest(tuple(texts), encoding_format == "base64", ignored)
+    return EmbeddingRequest(inputs, encoding_format == "base64", ignored, dimensions)
 
 
-def build_inputs(text: str) -> tuple[InputPart, ...]:
+def read_dimensions(body: Mapping[str, Any]) -> int | None:
+    """Return the requested length of the vectors, None for that of the model. Raises InvalidField."""
+    dimensions = body.get("dimensions")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise InvalidField(f"dimensions is {dimensions!r:.100}; it is a whole number from 1.", "dimensions")
+    return dimensions
+
+
+def _parse_inputs(value: Any) -> tuple[Input, ...]:
+    inputs = [value] if isinstance(value, str) or is_token_ids(value) else value
+    if (
+        not isinstance(inputs, list)
+        or not inputs
+        or not (all(isinstance(text, str) and text for text in inputs) or all(map(is_token_ids, inputs)))
+    ):
+        raise InvalidField(
+            "input is a text, a list of texts, a list of token ids, or a list of such lists, none of them "
+            "empty.",
+            "input",
+        )
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidField(
+            f"input has {len(inputs)} texts, and may have {MAX_INPUTS}: send several requests.", "input"
+        )
+    return tuple(item if isinstance(item, str) else tuple(item) for item in inputs)
+
+
+def is_token_ids(value: Any) -> bool:
+    """Return whether a value is a list of token ids, which is not empty."""
+    return (
+        isinstance(value, list) and bool(value) and all(type(id) is int and 0 <= id < 2**31 for id in value)
+    )
+
+
+def build_inputs(input: Input, parameters: Mapping[str, Any] = _PARAMETERS) -> tuple[InputPart, ...]:
     """Return the inputs of a request for one text."""
-    return InputPart("body", text.encode("utf-8", "replace"), "text/plain"), _COUNT_TOKENS
+    if isinstance(input, str):
+        text = InputPart("body", input.encode("utf-8", "replace"), "text/plain")
+        return text, InputPart("parameters", encode_row(parameters), "application/json")
+    return (InputPart("body", encode_row({"inputs": input, "parameters": parameters}), "application/json"),)
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """Return JSON; half of a surrogate pair, which orjson refuses, is left to the model."""
+    try:
+        return orjson.dumps(row)
+    except TypeError:
+        return json.dumps(row).encode()
 
 
 def encode_response(
@@ -105,35 +153,50 @@ def encode_response(
 ) -> bytes:
     """Return the body of the response to all texts.
 
-    Raises InvalidField if the model does not return vectors.
+    Raises InvalidField if the model does not return vectors, or shorter ones than requested.
     """
     data: list[Embedding] = []
     tokens = 0
     for index, response in enumerate(responses):
-        vector, count = _parse_vector(response.body, model)
+        vector, count = parse_vector(response.body, model)
         tokens += count
+        if embedding_request.dimensions is not None:
+            vector = shorten(vector, embedding_request.dimensions)
         embedding: list[float] | str = vector
         if embedding_request.base64:
-            embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+            embedding = _encode_base64(vector, model)
         data.append({"object": "embedding", "index": index, "embedding": embedding})
     usage: EmbeddingUsage = {"prompt_tokens": tokens, "total_tokens": tokens}
     document: EmbeddingList = {"object": "list", "data": data, "model": model, "usage": usage}
     return orjson.dumps(document)
 
 
-def check_response(response: InferenceResponse) -> None:
-    """Raise HandlerRejected where the handler has set the status of an error."""
-    if response.status >= 400:
-        raise HandlerRejected(response.body.decode(errors="replace"), response.status)
+def _encode_base64(vector: Sequence[float], model: str) -> str:
+    try:
+        packed = struct.pack(f"<{len(vector)}f", *vector)
+    except OverflowError:
+        raise InvalidField(
+            f"Model {model} answers a number beyond float32: request encoding_format float.",
+            "encoding_format",
+        ) from None
+    return base64.b64encode(packed).decode()
 
 
-async def reject_stream(stream: ResponseStream, model: str) -> NoReturn:
-    """Close a stream. Always raises InvalidField."""
-    await stream.aclose()
-    raise InvalidField(f"Model {model} answers a text with a stream instead of numbers.", "model")
+def shorten(vector: list[float], dimensions: int, normalize: bool = True) -> list[float]:
+    """Return the first numbers of a vector, scaled to the norm 1 unless ``normalize`` is false.
+
+    Raises InvalidField where the vector is shorter.
+    """
+    if dimensions > len(vector):
+        raise InvalidField(
+            f"dimensions is {dimensions}, and the model's vectors have {len(vector)}.", "dimensions"
+        )
+    first = vector[:dimensions]
+    norm = math.hypot(*first) if normalize else 1.0
+    return [number / norm for number in first] if norm else first
 
 
-def _parse_vector(body: bytes, model: str) -> tuple[list[float], int]:
+def parse_vector(body: bytes, model: str) -> tuple[list[float], int]:
     """Return the vector of a text and its number of tokens, or 0 if the model does not count them."""
     tokens = 0
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from handlers import ignored_fields
@@ -18,14 +18,12 @@ _EFFECTIVE = frozenset(
 )
 
 
-def find_ignored(body: Mapping[str, Any], known: type) -> tuple[str, ...]:
-    """Return the fields of ``body`` that the TypedDict ``known`` lacks; null is as absent.
+def find_ignored(body: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
+    """Return the fields of ``body`` that are not ``known``; null is as absent.
 
     Raises InvalidField for one that would change the response.
     """
-    unknown = [
-        field for field, value in body.items() if field not in known.__annotations__ and value is not None
-    ]
+    unknown = [field for field, value in body.items() if field not in known and value is not None]
     for field in unknown:
         if field in _EFFECTIVE:
             raise InvalidField(f"{field} is not served: leave it out.", field)

@@ -14,14 +14,15 @@ from typing import Annotated, Any, Literal
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
+from serve_app.domain import exact_json
 from serve_app.domain.request import InferenceResponse, InputPart
 from serve_app.domain.validation import STRICT, documented
-from serve_app.protocols.openai.embeddings import MAX_INPUTS
+from serve_app.protocols.openai.embeddings import MAX_INPUTS, encode_row
 from serve_app.protocols.openai.errors import InvalidField
 from serve_app.protocols.openai.fields import find_ignored
 
-# A model of several labels returns two, and is refused. Other models ignore the parameters.
-_PARAMETERS = {"top_k": 2, "tokens": True}
+# For the models of a folder: one without a score refuses. Handlers of authors ignore the parameters.
+_PARAMETERS = {"output_value": "score", "tokens": True}
 
 _Text = Annotated[str, documented(minLength=1)]
 _Texts = _Text | Annotated[list[_Text], documented(minItems=1, maxItems=MAX_INPUTS)]
@@ -99,7 +100,7 @@ class RankingRequest:
 
     @property
     def rows(self) -> list[tuple[InputPart, ...]]:
-        return [_build_inputs(*pair) for pair in self.pairs]
+        return [build_pair(*pair, _PARAMETERS) for pair in self.pairs]
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class ScoreRequest(RankingRequest):
             "data": data,
             "usage": usage,
         }
-        return orjson.dumps(document)
+        return exact_json.dumps(document)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class RerankRequest(RankingRequest):
             results.append(result)
         id = f"rerank-{uuid.uuid4().hex}"
         document: RerankList = {"id": id, "model": model, "results": results, "usage": usage}
-        return orjson.dumps(document)
+        return exact_json.dumps(document)
 
 
 def parse_score(body: Mapping[str, Any]) -> ScoreRequest:
@@ -153,7 +154,7 @@ def parse_score(body: Mapping[str, Any]) -> ScoreRequest:
         raise InvalidField(
             f"text_1 has {len(first)} texts, and text_2 {len(second)}: give as many, or one text_1.", "text_1"
         )
-    return ScoreRequest(tuple(zip(first, second)), find_ignored(body, ScoreBody))
+    return ScoreRequest(tuple(zip(first, second)), find_ignored(body, ScoreBody.__annotations__))
 
 
 def parse_rerank(body: Mapping[str, Any]) -> RerankRequest:
@@ -170,7 +171,9 @@ def parse_rerank(body: Mapping[str, Any]) -> RerankRequest:
     if return_documents is not None and not isinstance(return_documents, bool):
         raise InvalidField("return_documents is true or false.", "return_documents")
     pairs = tuple((query, text) for text in _parse_texts({"documents": texts}, "documents"))
-    return RerankRequest(pairs, find_ignored(body, RerankBody), top_n, return_documents is not False)
+    return RerankRequest(
+        pairs, find_ignored(body, RerankBody.__annotations__), top_n, return_documents is not False
+    )
 
 
 def _parse_texts(body: Mapping[str, Any], field: str) -> list[str]:
@@ -185,22 +188,24 @@ def _parse_texts(body: Mapping[str, Any], field: str) -> list[str]:
     return texts
 
 
-def _build_inputs(text: str, pair: str) -> tuple[InputPart, ...]:
-    row = {"text": text, "text_pair": pair, "parameters": _PARAMETERS}
-    return (InputPart("body", orjson.dumps(row), "application/json"),)
+def build_pair(text: str, pair: str, parameters: Mapping[str, Any]) -> tuple[InputPart, ...]:
+    """Return the inputs of a request for two texts."""
+    row = {"text": text, "text_pair": pair, "parameters": parameters}
+    return (InputPart("body", encode_row(row), "application/json"),)
 
 
 def _parse_scores(responses: Sequence[InferenceResponse], model: str) -> tuple[list[float], RankingUsage]:
     """Return the score of each row, and the number of tokens, or 0 if the model does not count them."""
     scores, tokens = [], 0
     for response in responses:
-        score, count = _parse_score(response.body, model)
+        score, count = read_score(response.body, model)
         scores.append(score)
         tokens += count
     return scores, {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def _parse_score(body: bytes, model: str) -> tuple[float, int]:
+def read_score(body: bytes, model: str) -> tuple[float, int]:
+    """Return the score of a row and its number of tokens, or 0 if the model does not count them."""
     tokens = 0
     try:
         answer = orjson.loads(body)
