@@ -3,184 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import os
-import socket
-import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
 import torch
 import transformers
-import uvicorn
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
-from serve_app.domain.model import ModelRef, ModelSpec
-from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
-from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
-from serve_app.protocols.http_app import inference_app
-from serve_app.runtime.batching.async_batcher import AsyncBatcher
-from serve_app.runtime.batching.batcher import Batcher
-from serve_app.runtime.handler_thread import HandlerThread
-from serve_app.runtime.runner import Runner
-from serve_app.settings import RuntimeSettings, Settings
-from serve_app.telemetry.metrics import Meters
-from tests.support.coroutine_backend import CoroutineBackend
+from tests.support.hf_folders import CHAT_TEMPLATE, save_byte_llama
+from tests.support.served_models import ServedModel, save_word_bert, serve
 
 pytestmark = pytest.mark.integration
 
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"max_tokens": 30, "temperature": 0}
-WORDS = ["cats", "hunt", "mice", "banks", "lend", "money"]
-
-
-class ServedModel(CoroutineBackend):
-    """The version 1.0 of a model in a handler thread; ``batches`` are the sizes of its batches."""
-
-    def __init__(self, name: str, folder: Path, handler: str, config: dict[str, Any]) -> None:
-        self.name, self.folder, self.batches = name, folder, []
-        spec = ModelSpec(name, "1.0", "url", "", "", batch_size=4, config=config)
-        manifest = {"model": {"modelName": name, "modelVersion": "1.0", "handler": handler}}
-        self.runner = Runner(spec, folder, manifest, RuntimeSettings())
-        self.batcher: Batcher | AsyncBatcher | None = None
-
-    async def start(self) -> None:
-        handler_thread, loop = HandlerThread(), asyncio.get_running_loop()
-        await loop.run_in_executor(handler_thread, self.runner.load)
-        ref, meters = ModelRef(self.name, "1.0"), Meters()
-        if self.runner.loop is not None:
-            self.batcher = AsyncBatcher(
-                self.runner.run_async, self.runner.loop, ref, meters, handler_thread=handler_thread
-            )
-        else:
-            self.batcher = Batcher(self._run, ref, meters, handler_thread=handler_thread, max_batch_size=4)
-
-    async def infer(self, request: InferenceRequest) -> InferenceResponse | ResponseStream:
-        assert self.batcher is not None
-        return await self.batcher.infer(request)
-
-    def _run(self, requests: Any, emit: Any) -> Any:
-        self.batches.append(len(requests))
-        return self.runner.run(requests, emit)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, ServedModel]]]:
-    """Start an inference port with both models; yield its address and the models by name."""
-    directory, path, finders, before = os.getcwd(), list(sys.path), list(sys.meta_path), set(sys.modules)
-    switch_interval, threads = sys.getswitchinterval(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    poet, sentences = llama(tmp_path_factory.mktemp("poet")), bert(tmp_path_factory.mktemp("sentences"))
-    ranker = bert(tmp_path_factory.mktemp("ranker"), transformers.BertForSequenceClassification, num_labels=1)
-    topics = bert(tmp_path_factory.mktemp("topics"), transformers.BertForSequenceClassification, num_labels=3)
+    """Start an inference port with the models; yield its address and the models by name."""
+    classifier = transformers.BertForSequenceClassification
+    poet = save_byte_llama(tmp_path_factory.mktemp("poet"), CHAT_TEMPLATE, key_value_heads=4)
+    sentences = save_word_bert(tmp_path_factory.mktemp("sentences"))
+    ranker = save_word_bert(tmp_path_factory.mktemp("ranker"), classifier, num_labels=1)
+    topics = save_word_bert(tmp_path_factory.mktemp("topics"), classifier, num_labels=3)
     engine = {"num_blocks": 32, "page_size": 16, "max_batch_tokens": 64}
-    served_models = [
+    served = [
+        ServedModel("features", sentences, "huggingface", {"task": "feature-extraction"}),
         ServedModel("poet", poet, "llm", {"engine": engine}),
         ServedModel("sentences", sentences, "huggingface", {"task": "sentence-embedding"}),
         ServedModel("ranker", ranker, "huggingface", {"task": "text-ranking"}),
         ServedModel("topics", topics, "huggingface", {}),
     ]
-    served = {model.name: model for model in served_models}
-    listener = socket.create_server(("127.0.0.1", 0))
-    ended = asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    ready: Future[None] = Future()
-
-    async def serve() -> None:
-        try:
-            for model in served_models:
-                await model.start()
-        except BaseException as error:
-            ready.set_exception(error)
-            return
-        ready.set_result(None)
-        row = {"1.0": VersionRoute("1.0", "ready", 1, max_batch_size=4)}
-        reader = RoutingTableReader(
-            RoutingTable(1, {name: ModelRoute("1.0", row) for name in served}, startup_complete=True)
-        )
-        meters = Meters()
-        plane = DataPlane(reader, meters, lambda ref, row: served[ref.name])
-        app = inference_app(plane, Settings(), meters)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-        task = asyncio.ensure_future(server.serve([listener]))
-        await ended.wait()
-        server.should_exit = True
-        await task
-        llm = served["poet"].runner
-        shutdown = llm._handle.instance.engine.shutdown()
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(shutdown, llm.loop))
-        for model in served_models:
-            await model.batcher.close()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    ready.result()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}", served
-    loop.call_soon_threadsafe(ended.set)
-    thread.join()
-    loop.close()
-    os.chdir(directory)
-    sys.path[:], sys.meta_path[:] = path, finders
-    sys.setswitchinterval(switch_interval)
-    torch.set_num_threads(threads)
-    for name in set(sys.modules) - before:
-        if name == "ts" or name.startswith("ts."):
-            del sys.modules[name]
-    gc.unfreeze()
-
-
-def llama(folder: Path) -> Path:
-    """Save an untrained model whose tokens are bytes, with a context of 256 tokens."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = Tokenizer(
-        models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "<end>"])}, merges=[])
-    )
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, initializer_range=0.5, bos_token_id=None, eos_token_id=256,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def bert(folder: Path, model: Any = transformers.BertModel, **options: Any) -> Path:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]
-    tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokens.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
-    ).save_pretrained(folder)
-    config = transformers.BertConfig(
-        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, initializer_range=0.8, **options,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model(config).save_pretrained(folder)
-    return folder
+    with serve(served) as address:
+        yield address, {model.name: model for model in served}
 
 
 @pytest.fixture
@@ -190,7 +52,9 @@ def client(server: Any) -> Iterator[openai.OpenAI]:
 
 
 def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["poet", "ranker", "sentences", "topics"]
+    assert [model.id for model in client.models.list()] == [
+        *("features", "poet", "ranker", "sentences", "topics")
+    ]
     assert client.models.retrieve("poet:1.0").id == "poet:1.0"
     with pytest.raises(openai.NotFoundError) as missing:
         client.models.retrieve("none")
@@ -285,6 +149,26 @@ def test_embeddings_share_batches(server: Any, client: openai.OpenAI) -> None:
     assert alone.data[0].embedding == pytest.approx(plain.data[2].embedding, abs=1e-5)
 
 
+def test_a_model_of_token_vectors_has_embeddings(server: Any, client: openai.OpenAI) -> None:
+    texts = ["cats hunt mice", "banks"]
+    expected = client.embeddings.create(model="sentences", input=texts)
+    pooled = client.embeddings.create(model="features", input=texts)
+    assert pooled.usage == expected.usage
+    for row, expected_row in zip(pooled.data, expected.data, strict=True):
+        assert row.embedding == pytest.approx(expected_row.embedding, abs=1e-6)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(server[1]["features"].folder)
+    ids: Any = tokenizer(texts)["input_ids"]
+    by_ids = client.embeddings.create(model="features", input=ids)
+    assert [row.embedding for row in by_ids.data] == [row.embedding for row in pooled.data]
+    alone = client.embeddings.create(model="sentences", input=ids[0], dimensions=4).data[0].embedding
+    first = np.array(pooled.data[0].embedding)[:4]
+    assert alone == pytest.approx(first / np.linalg.norm(first), abs=1e-6)
+    with pytest.raises(openai.BadRequestError, match=r"no token 99999.*another tokenizer"):
+        client.embeddings.create(model="features", input=[99999])
+    with pytest.raises(openai.BadRequestError, match=r"no output sentence_embedding; there are label"):
+        client.embeddings.create(model="topics", input="a")
+
+
 def test_documents_are_ranked_by_a_cross_encoder(server: Any, client: openai.OpenAI) -> None:
     query, documents = "cats hunt", ["banks lend money", "mice", "cats hunt mice", "money", "lend"]
     served = server[1]["ranker"]
@@ -306,9 +190,24 @@ def test_documents_are_ranked_by_a_cross_encoder(server: Any, client: openai.Ope
     assert [row["index"] for row in ranked["results"]] == best
     assert [row["document"]["text"] for row in ranked["results"]] == [documents[index] for index in best]
     assert ranked["results"][0]["relevance_score"] == pytest.approx(max(expected), abs=1e-5)
-    for other in ("topics", "sentences"):
-        with pytest.raises(openai.BadRequestError, match=r"cross-encoder|text_pair"):
+    for other, reason in (
+        ("topics", "cross-encoder, which has one label; this model has 3"),
+        ("sentences", "no output score; there are sentence_embedding"),
+        ("features", "no output score; there are token_embeddings"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
             client.post("/rerank", body={**body, "model": other}, cast_to=object)
+
+
+def test_half_of_a_surrogate_pair_is_no_text(server: Any) -> None:
+    long_number = "1" * 30  # of which the body is read by the standard library
+    for path, text in (
+        ("rerank", '"query": "\\ud800", "documents": ["a"]'),
+        ("embeddings", '"input": "\\ud800"'),
+    ):
+        body = f'{{"model": "ranker", {text}, "x": {long_number}}}'
+        response = httpx.post(f"{server[0]}/v1/{path}", content=body)
+        assert response.status_code == 400, response.text
 
 
 def test_a_text_is_constrained_by_a_schema(client: openai.OpenAI) -> None:
@@ -329,6 +228,72 @@ def test_a_text_is_constrained_by_a_schema(client: openai.OpenAI) -> None:
         client.chat.completions.create(**params)
 
 
+def test_responses_with_and_without_streaming(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="poet", messages=HELLO, **GREEDY)
+    params: Any = {"model": "poet", "input": "Hello", "max_output_tokens": 30, "temperature": 0}
+    whole = client.responses.create(**params)
+    assert whole.output_text == chat.choices[0].message.content
+    assert (whole.status, whole.store) == ("incomplete", False)
+    assert whole.usage is not None and chat.usage is not None
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 30)
+    with client.responses.stream(**params) as stream:
+        events = list(stream)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    last: Any = events[-1]
+    assert last.type == "response.incomplete"
+    assert len(deltas) > 2 and "".join(deltas) == last.response.output_text == whole.output_text
+    assert last.response.usage.output_tokens == 30
+    with pytest.raises(openai.BadRequestError, match="keeps no responses") as raised:
+        client.responses.create(**params, previous_response_id=whole.id)
+    assert raised.value.param == "previous_response_id"
+    rated = client.responses.create(**params, include=["message.output_text.logprobs"], top_logprobs=2)
+    content: Any = rated.output[0]
+    assert len(content.content[0].logprobs) == 30
+
+
+def test_responses_have_formats_and_tools(client: openai.OpenAI) -> None:
+    schema: Any = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    params: Any = {"model": "poet", "input": "Hello", "max_output_tokens": 200, "extra_body": {"seed": 1}}
+    format: Any = {"type": "json_schema", "name": "answer", "schema": schema}
+    formatted = client.responses.create(**params, text={"format": format})
+    assert set(json.loads(formatted.output_text)) == {"ok"}
+    tools: Any = [{"type": "function", "name": "f", "parameters": schema}]
+    called = client.responses.create(**params, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    call: Any = called.output[0]
+    assert (call.type, call.name, called.status) == ("function_call", "f", "completed")
+    assert set(json.loads(call.arguments)) == {"ok"}
+    events = list(
+        client.responses.create(
+            **params, tools=tools, tool_choice={"type": "function", "name": "f"}, stream=True
+        )
+    )
+    done = next(event for event in events if event.type == "response.function_call_arguments.done")
+    assert set(json.loads(done.arguments)) == {"ok"}
+
+
+def test_messages_of_anthropics_api(server: Any, client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="poet", messages=HELLO, **GREEDY)
+    text, usage = chat.choices[0].message.content or "", chat.usage
+    assert usage is not None
+    params = {"model": "poet", "messages": HELLO, **GREEDY}
+    with httpx.Client(base_url=f"{server[0]}/v1/messages", headers={"x-api-key": "any"}) as http:
+        whole = http.post("", json=params).json()
+        assert whole["content"] == [{"type": "text", "text": text}]
+        assert (whole["stop_reason"], whole["usage"]["output_tokens"]) == ("max_tokens", 30)
+        lines = http.post("", json={**params, "stream": True}).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+        assert len(deltas) > 2 and "".join(deltas) == text
+        stopped = http.post("", json={**params, "stop_sequences": ["zzzz", text[3:5]]}).json()
+        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[3:5])
+        assert stopped["content"][0]["text"] == text[: text.index(text[3:5])]
+        count = http.post("/count_tokens", json={"model": "poet", "messages": HELLO}).json()
+        assert count == {"input_tokens": usage.prompt_tokens}
+        other = http.post("/count_tokens", json={"model": "topics", "messages": HELLO})
+        assert (other.status_code, other.json()["type"]) == (400, "error")
+
+
 def test_invalid_requests_are_rejected(client: openai.OpenAI) -> None:
     for error_class, code, param, body in (
         (openai.NotFoundError, "model_not_found", "model", {"model": "none"}),
@@ -347,8 +312,8 @@ def test_invalid_requests_are_rejected(client: openai.OpenAI) -> None:
         assert raised.value.request_id
     with pytest.raises(openai.NotFoundError, match="Unknown API endpoint: v1/embeddings"):
         client.embeddings.create(model="poet", input="a")
-    with pytest.raises(openai.BadRequestError, match="dimensions is not served") as raised:
-        client.embeddings.create(model="sentences", input="a", dimensions=3)
+    with pytest.raises(openai.BadRequestError, match="dimensions is 17, and the model's vectors") as raised:
+        client.embeddings.create(model="sentences", input="a", dimensions=17)
     assert raised.value.param == "dimensions"
     for texts in ("a", ["a", "b"]):
         raw = client.embeddings.with_raw_response.create(

@@ -8,15 +8,10 @@ import pytest
 
 from serve_app import errors
 from serve_app.protocols.openai.errors import TABLE, InvalidField, find_status, to_document
+from tests.support.error_classes import list_subclasses
 
 
-def subclasses(cls: type) -> set[type]:
-    return {cls}.union(*(subclasses(sub) for sub in cls.__subclasses__()))
-
-
-@pytest.mark.parametrize(
-    "cls", sorted(subclasses(errors.RelayError), key=lambda c: c.__name__), ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("cls", list_subclasses(), ids=lambda c: c.__name__)
 def test_every_class_has_an_entry(cls: type) -> None:
     entry = next(c for c in cls.__mro__ if c in TABLE)
     assert 400 <= TABLE[entry][0] < 600

@@ -174,11 +174,13 @@ def test_a_disconnected_client_closes_the_stream(inference: Any) -> None:
         ("GET", "/v1/models/predict", b"", 404, "model_not_found", "model"),  # not TorchServe's route
         ("POST", "/v1/embeddings", b'{"model": "m"}', 400, "bad_request", "input"),
         ("POST", "/v1/embeddings", b'{"model": "m", "input": ""}', 400, "bad_request", "input"),
-        ("POST", "/v1/embeddings", b'{"model": "m", "input": [1, 2]}', 400, "bad_request", "input"),
+        ("POST", "/v1/embeddings", b'{"model": "m", "input": [1, "a"]}', 400, "bad_request", "input"),
+        ("POST", "/v1/embeddings", b'{"model": "m", "input": [[1], []]}', 400, "bad_request", "input"),
+        ("POST", "/v1/embeddings", b'{"model": "m", "input": [true]}', 400, "bad_request", "input"),
         (
             "POST",
             "/v1/embeddings",
-            b'{"model": "m", "input": "a", "dimensions": 3}',
+            b'{"model": "m", "input": "a", "dimensions": 0}',
             400,
             "bad_request",
             "dimensions",
@@ -374,6 +376,41 @@ def test_a_bare_vector_is_an_embedding(inference: Any) -> None:
     document = parse(inference(embed_bare)("POST", "/v1/embeddings", b'{"model": "m", "input": "abc"}'))
     assert document["data"][0]["embedding"] == [1, 2.5]
     assert document["usage"] == {"prompt_tokens": 0, "total_tokens": 0}
+
+
+def test_vectors_are_shortened_to_the_requested_dimensions(inference: Any) -> None:
+    async def embed_long(request: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(b"[3, 4, 12]", version="1.0")
+
+    app = inference(embed_long)
+    body = {"model": "m", "input": ["a", "b"], "dimensions": 2}
+    vectors = [
+        item["embedding"] for item in parse(app("POST", "/v1/embeddings", json.dumps(body).encode()))["data"]
+    ]
+    assert vectors == [[0.6, 0.8]] * 2
+    response = app("POST", "/v1/embeddings", json.dumps({**body, "dimensions": 4}).encode())
+    assert error_fields(response) == (400, "bad_request", "dimensions")
+
+
+def test_token_ids_are_inputs(inference: Any) -> None:
+    async def count(request: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(
+            json.dumps([sum(json.loads(request.inputs[0].value)["inputs"])]).encode(), version="1.0"
+        )
+
+    app = inference(count)
+    for ids, expected in (([1, 2], [3]), ([[1, 2], [4]], [3, 4])):
+        document = parse(app("POST", "/v1/embeddings", json.dumps({"model": "m", "input": ids}).encode()))
+        assert [item["embedding"][0] for item in document["data"]] == expected
+
+
+def test_numbers_beyond_float32_have_no_base64(inference: Any) -> None:
+    async def embed_large(request: InferenceRequest) -> InferenceResponse:
+        return InferenceResponse(b"[1e300]", version="1.0")
+
+    body = b'{"model": "m", "input": "a", "encoding_format": "base64"}'
+    response = inference(embed_large)("POST", "/v1/embeddings", body)
+    assert error_fields(response) == (400, "bad_request", "encoding_format")
 
 
 def test_concurrent_rows_are_limited_by_batch_and_queue_size(inference: Any) -> None:
