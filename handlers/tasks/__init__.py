@@ -18,12 +18,15 @@ from handlers.errors import HandlerLoadError
 
 # task -> "module:Class", imported on first use.
 TASKS: dict[str, str] = {
+    "automatic-speech-recognition": "handlers.tasks.speech_recognition:SpeechRecognition",
     "feature-extraction": "handlers.tasks.embedding:FeatureExtraction",
     "image-classification": "handlers.tasks.classification:ImageClassification",
     "image-segmentation": "handlers.tasks.segmentation:ImageSegmentation",
+    "multi-vector-embedding": "handlers.tasks.embedding:MultiVectorEmbedding",
     "object-detection": "handlers.tasks.detection:ObjectDetection",
     "question-answering": "handlers.tasks.question_answering:QuestionAnswering",
     "sentence-embedding": "handlers.tasks.embedding:SentenceEmbedding",
+    "sparse-embedding": "handlers.tasks.embedding:SparseEmbedding",
     "summarization": "handlers.tasks.generation:Summarization",
     "text-classification": "handlers.tasks.classification:TextClassification",
     "text-generation": "handlers.tasks.generation:TextGeneration",
@@ -34,7 +37,7 @@ TASKS: dict[str, str] = {
 }
 
 # Other names of the same tasks.
-_ALIASES = {
+ALIASES = {
     "ner": "token-classification",
     "sentence-similarity": "sentence-embedding",
     "sentiment-analysis": "text-classification",
@@ -56,6 +59,7 @@ _ARCHITECTURES = {
     "ForUniversalSegmentation": "image-segmentation",
     "LMHeadModel": "text-generation",
     "MTModel": "text2text-generation",
+    "WhisperForConditionalGeneration": "automatic-speech-recognition",
     "Model": "feature-extraction",
 }
 
@@ -66,7 +70,14 @@ _ADDITIONAL_TASKS = {
     "text2text-generation": ("summarization", "translation"),
 }
 _IMAGE_TASKS = ("image-classification", "image-segmentation", "object-detection")
-_ENCODER_TASKS = ("feature-extraction", "sentence-embedding")  # every text model has hidden states
+_ENCODER_TASKS = (
+    "feature-extraction",
+    "multi-vector-embedding",
+    "sentence-embedding",
+)  # every text model has hidden states
+
+# The module of sentence-transformers that distinguishes a task; others are of sentence-embedding.
+_MODULE_TASKS = {"MultiVectorMask": "multi-vector-embedding", "SpladePooling": "sparse-embedding"}
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -113,9 +124,14 @@ def select_task(directory: Path, requested: str | None = None, trusted: bool = F
     if not isinstance(config, dict):
         raise HandlerLoadError("its config.json is no JSON object; save the model with save_pretrained")
     _check_weights(directory, trusted)
+    if _is_image_chat(config):
+        raise HandlerLoadError(
+            f"its architecture {_architecture(config)} reads images and texts; register it with "
+            "handler=image_text_to_text"
+        )
     inferred = _infer_task(directory, config)
     if requested:
-        task = _ALIASES.get(requested, requested)
+        task = ALIASES.get(requested, requested)
         if task not in TASKS:
             raise HandlerLoadError(
                 f"the task {requested!r} is not supported{_suggest(requested)}; there are {', '.join(TASKS)}"
@@ -141,6 +157,19 @@ def select_task(directory: Path, requested: str | None = None, trusted: bool = F
     return task
 
 
+def reads_images_and_texts(directory: Path) -> bool:
+    """Return whether the model folder is one for the handler ``image_text_to_text``."""
+    try:
+        config = _read_json(directory, "config.json")
+    except HandlerLoadError:
+        return False
+    return isinstance(config, dict) and _is_image_chat(config)
+
+
+def _is_image_chat(config: dict[str, Any]) -> bool:
+    return _architecture(config).endswith("ForConditionalGeneration") and "vision_config" in config
+
+
 def _check_weights(directory: Path, trusted: bool) -> None:
     if any((directory / name).is_file() for name in _SAFETENSORS):
         return
@@ -158,7 +187,7 @@ def _check_task(task: str, config: dict[str, Any]) -> None:
     trained = _trained_task(config)
     if trained is None or task == trained or task in _ADDITIONAL_TASKS.get(trained, ()):
         return
-    if task in _ENCODER_TASKS and trained not in _IMAGE_TASKS:
+    if task in _ENCODER_TASKS and trained not in (*_IMAGE_TASKS, "automatic-speech-recognition"):
         return
     supported = (trained, *_ADDITIONAL_TASKS.get(trained, ()))
     raise HandlerLoadError(
@@ -171,7 +200,10 @@ def _infer_task(directory: Path, config: dict[str, Any]) -> str | None:
     pipeline_tag.
     """
     if (directory / "modules.json").is_file():
-        return "sentence-embedding"
+        modules = _read_json(directory, "modules.json")
+        modules = modules if isinstance(modules, list) else []
+        kinds = [str(module.get("type")).rpartition(".")[2] for module in modules if isinstance(module, dict)]
+        return next((task for kind, task in _MODULE_TASKS.items() if kind in kinds), "sentence-embedding")
     trained = _trained_task(config)
     tag = _pipeline_tag(directory) if trained in _ADDITIONAL_TASKS else None
     return tag if tag in _ADDITIONAL_TASKS.get(trained or "", ()) else trained
@@ -195,7 +227,7 @@ def _pipeline_tag(directory: Path) -> str | None:
         tag = untrusted_files.load_yaml(front).get("pipeline_tag")
     except (OSError, ValueError, AttributeError):
         return None
-    return _ALIASES.get(tag, tag) if isinstance(tag, str) else None
+    return ALIASES.get(tag, tag) if isinstance(tag, str) else None
 
 
 def _read_json(directory: Path, name: str) -> Any:
@@ -212,5 +244,5 @@ def _read_json(directory: Path, name: str) -> Any:
 
 
 def _suggest(name: str) -> str:
-    matches = difflib.get_close_matches(name.lower().replace("_", "-"), [*TASKS, *_ALIASES], 1)
+    matches = difflib.get_close_matches(name.lower().replace("_", "-"), [*TASKS, *ALIASES], 1)
     return f"; did you mean {matches[0]!r}?" if matches else ""

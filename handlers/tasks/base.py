@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
-import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,14 +14,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from handlers import json_text
 from handlers.builtin.vision import ToRGB
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain import attributions
 from handlers.explain.attributions import ExplanationOptions
-from handlers.images import check_resizing, decode_base64, open_image, resize_shorter_side
+from handlers.images import check_processor, decode_base64, open_image
 
 MAX_EXPLANATIONS = 16  # of one request: each costs as much as a request of its own
 _RGB = ToRGB()
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _EXPLANATION_FIELDS = tuple(field.name for field in dataclasses.fields(ExplanationOptions))
 
 
@@ -43,12 +45,18 @@ def count_to(maximum: int) -> TaskParameter:
 
 
 COUNT = count_to(2**31 - 1)
-NUMBER = TaskParameter("a number", _is_number)
 FRACTION = TaskParameter("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 FLAG = TaskParameter("true or false", lambda value: isinstance(value, bool))
-TEXT = TaskParameter("a text", lambda value: isinstance(value, str))
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text that a tokenizer takes, without half of a surrogate pair."""
+    return isinstance(value, str) and _SURROGATE.search(value) is None
+
+
+TEXT = TaskParameter("a text", _is_text)
 TEXTS = TaskParameter(
-    "a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
+    "a list of texts", lambda value: isinstance(value, list) and all(_is_text(item) for item in value)
 )
 
 
@@ -82,11 +90,13 @@ class Task(ABC):
     auto_class: ClassVar[str]  # transformers' class that loads such a model
     parameters: ClassVar[Mapping[str, TaskParameter]] = {}
     optional_weights: ClassVar[tuple[str, ...]] = ()  # prefixes of unused weights, which may be missing
+    prepares_rows: ClassVar[bool] = False  # whether rows are parsed before their batch, in another thread
     default_target: ClassVar[Any] = None  # of explanations; None explains the model's answer
 
     def __init__(
         self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]
     ) -> None:
+        self.is_cancelled: Callable[[], bool] = lambda: False  # replaced by the handler
         self.directory = directory
         self.config = config
         self.options = options
@@ -142,20 +152,21 @@ class Task(ABC):
 
     def parse(self, row: Any) -> TaskInput:
         """Parse a row. Raises PredictionException with status 400 for invalid input."""
-        value, parameters = _parse_row(row)
-        value, pair = self.parse_inputs(value)
-        return TaskInput(
-            value,
-            pair,
-            {**self.defaults, **self.validate_parameters(parameters)} if parameters else self.defaults,
-        )
+        value, given = _parse_row(row)
+        parameters = {**self.defaults, **self.validate_parameters(given)} if given else self.defaults
+        value, pair = self.parse_value(value, parameters)
+        return TaskInput(value, pair, parameters)
 
     def validate_parameters(self, parameters: Any) -> dict[str, Any]:
         if not isinstance(parameters, Mapping):
             raise PredictionException(
                 f"The parameters must be a JSON object, and are {parameters!r:.100}.", 400
             )
+        validated = dict(parameters)
         for name, value in parameters.items():
+            if name == "output_value":
+                validated[name] = self._select_output(value)
+                continue
             parameter = self.parameters.get(name)
             if parameter is None:
                 matches = difflib.get_close_matches(str(name), self.parameters, 1)
@@ -169,7 +180,44 @@ class Task(ABC):
                 raise PredictionException(
                     f"The parameter {name} must be {parameter.expected}, and is {value!r:.100}.", 400
                 )
-        return dict(parameters)
+        return validated
+
+    def _select_output(self, value: Any) -> str:
+        """Return the first of the requested outputs that the task has. Raises PredictionException."""
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise PredictionException(
+                f"The parameter output_value must be a name or a list of names, and is {value!r:.100}.", 400
+            )
+        for name in names:
+            if name in self.outputs:
+                return name
+        raise PredictionException(
+            f"This model's task has no output {' or '.join(names)!s:.100}; there are "
+            f"{join_names(self.outputs)}. Register the folder with the task that has it.",
+            400,
+        )
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names that a request's ``output_value`` may have."""
+        return ()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the description of the model has beside its task and parameters."""
+        return {}
+
+    def needs_model(self, example: TaskInput) -> bool:
+        """Return whether ``example`` is a row of the model's batch."""
+        return True
+
+    def answer_without_model(self, example: TaskInput) -> Any:
+        """Return the answer to an example that does not need the model."""
+        raise NotImplementedError(f"{type(self).__name__} answers each request by the model")
+
+    def parse_value(self, value: Any, parameters: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """Return a row's text and its pair, or its image, for valid parameters."""
+        return self.parse_inputs(value)
 
     @abstractmethod
     def parse_inputs(self, value: Any) -> tuple[Any, str | None]:
@@ -289,6 +337,7 @@ class ImageTask(Task):
     """A task on images: bytes, or base64 text. The folder's processor prepares them with Pillow and numpy."""
 
     default_target = 0
+    prepares_rows = True
 
     def __init__(
         self, directory: Path, config: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]
@@ -306,18 +355,8 @@ class ImageTask(Task):
                 'There is no image: send its bytes, or {"inputs": "its bytes in base64"}.', 400
             )
         image = open_image(value)
-        self._check_resizing(image.size)
+        check_processor(self.processor, image.size)
         return _RGB(image), None
-
-    def _check_resizing(self, size: tuple[int, int]) -> None:
-        """Raise PredictionException (400) for an image that the processor would enlarge too much."""
-        target = getattr(self.processor, "size", None) or {}
-        if not getattr(self.processor, "do_resize", False):
-            return
-        if target.get("height") and target.get("width"):
-            check_resizing(size, (target["width"], target["height"]))
-        elif target.get("shortest_edge") and not target.get("longest_edge"):
-            resize_shorter_side(size, target["shortest_edge"])
 
     def encode(self, examples: Sequence[TaskInput]) -> Any:
         return self.processor(images=[example.value for example in examples], return_tensors="pt")
@@ -368,8 +407,8 @@ def parse_integer(target: Any) -> int | None:
 def parse_object(target: Any) -> Mapping[str, Any] | None:
     """Return a target of JSON or of a form as an object; None where it is none."""
     if isinstance(target, str) and target.lstrip().startswith("{"):
-        with contextlib.suppress(ValueError, RecursionError):
-            target = json.loads(target)
+        with contextlib.suppress(ValueError):
+            target = json_text.loads(target)
     return target if isinstance(target, Mapping) else None
 
 
@@ -414,8 +453,8 @@ def _parse_row(row: Any) -> tuple[Any, Any]:
 
 def _parse_json(text: str | bytes | bytearray) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return json_text.loads(text)
+    except ValueError as error:
         raise PredictionException(f"This is not JSON: {error}", 400) from error
 
 

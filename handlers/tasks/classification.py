@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from handlers.errors import PredictionException
 from handlers.explain import attributions
 from handlers.explain.attributions import ExplanationOptions
 from handlers.tasks.base import (
     COUNT,
-    FLAG,
     ImageTask,
     TaskInput,
-    TextTask,
     one_of,
     output_index,
     to_cpu_float32,
 )
+from handlers.tasks.encoder import EncoderTask
 
 _FUNCTIONS = one_of("softmax", "sigmoid", "none")
 
 
-class TextClassification(TextTask):
+class TextClassification(EncoderTask):
     """A text classifier that answers ``{"label", "score"}``, or the ``top_k`` best of them as a list.
 
     With ``tokens: true``, each has the number of ``tokens`` that the model read. Cross-encoders have one
-    label.
+    label, whose score is the output ``score``; ``labels`` is the list of all labels.
     """
 
     auto_class = "AutoModelForSequenceClassification"
     accepts_pairs = True
-    parameters = {"top_k": COUNT, "function_to_apply": _FUNCTIONS, "tokens": FLAG}
+    model_outputs = ("label", "labels", "score")
+    parameters = {**EncoderTask.parameters, "top_k": COUNT, "function_to_apply": _FUNCTIONS}
     default_target = 0
 
     def explain(self, model: Any, example: TaskInput, options: ExplanationOptions) -> Any:
@@ -44,6 +45,7 @@ class TextClassification(TextTask):
 
     def postprocess(self, output: Any, encoded: Any, examples: Sequence[TaskInput]) -> list[Any]:
         answers: list[Any] = []
+        examples = [self._request_labels(example) for example in examples]
         for index, ranked in enumerate(_rank_labels(output.logits, self.config, examples, 1)):
             parameters = examples[index].parameters
             if parameters.get("tokens"):
@@ -51,6 +53,25 @@ class TextClassification(TextTask):
                 ranked = [{**answer, "tokens": count} for answer in ranked]
             answers.append(ranked if "top_k" in parameters else ranked[0])
         return answers
+
+    def parse_value(self, value: Any, parameters: Mapping[str, Any]) -> tuple[Any, str | None]:
+        if parameters.get("output_value") == "score" and self.config.num_labels != 1:
+            raise PredictionException(
+                f"The score is of a cross-encoder, which has one label; this model has "
+                f"{self.config.num_labels}.",
+                400,
+            )
+        return super().parse_value(value, parameters)
+
+    def describe(self) -> dict[str, Any]:
+        labels = {str(index): name for index, name in self.config.id2label.items()}
+        return {**super().describe(), "labels": labels}
+
+    def _request_labels(self, example: TaskInput) -> TaskInput:
+        """Return an example with the ``top_k`` of its output."""
+        if self.get_output(example) != "labels":
+            return example
+        return example._replace(parameters={"top_k": self.config.num_labels, **example.parameters})
 
 
 class ImageClassification(ImageTask):

@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +30,16 @@ class GenerationGroup(NamedTuple):
     rows: list[int]
     inputs: Any
     options: dict[str, Any]
+
+
+class _CallersLeft:
+    """A stopping criterion of transformers that ends all rows once their callers have left."""
+
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
+        self._is_cancelled = is_cancelled
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._is_cancelled(), device=input_ids.device)
 
 
 class _GenerationTask(TextTask):
@@ -84,7 +94,11 @@ class _GenerationTask(TextTask):
         return GenerationGroup(rows, super().encode(examples), options)
 
     def forward(self, model: Any, encoded: list[GenerationGroup], device: Any) -> list[torch.Tensor]:
-        return [model.generate(**group.inputs.to(device), **group.options) for group in encoded]
+        stops = [_CallersLeft(self.is_cancelled)]
+        return [
+            model.generate(**group.inputs.to(device), **group.options, stopping_criteria=stops)
+            for group in encoded
+        ]
 
     def explain(self, model: Any, example: TaskInput, options: ExplanationOptions) -> Any:
         """Return the attribution of each token of the text to the log-probability of a continuation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from handlers.tasks.base import (
 )
 
 _MAX_LABELS = 256  # of a request: each is a row of the batch
+_MAX_TEMPLATE = 1000  # characters, which each label repeats
 
 
 class ZeroShotClassification(TextTask):
@@ -47,13 +49,11 @@ class ZeroShotClassification(TextTask):
     def validate_parameters(self, parameters: Any) -> dict[str, Any]:
         validated = super().validate_parameters(parameters)
         template = validated.get("hypothesis_template", "{}")
-        try:
-            has_placeholder = template.format("x") != template
-        except (IndexError, KeyError, ValueError, AttributeError):
-            has_placeholder = False
-        if not has_placeholder:
+        if len(template) > _MAX_TEMPLATE or not _has_placeholder(template):
             raise PredictionException(
-                f"hypothesis_template needs {{}} for the label, and is {template!r:.100}.", 400
+                f"hypothesis_template has {{}} once, for the label, and at most {_MAX_TEMPLATE} characters; "
+                f"it is {template!r:.100}.",
+                400,
             )
         return validated
 
@@ -128,6 +128,18 @@ class ZeroShotClassification(TextTask):
                 }
             )
         return answers
+
+
+def _has_placeholder(template: str) -> bool:
+    """Return whether a template has ``{}`` once, and nothing else that ``format`` replaces.
+
+    A width, as of ``{:>9999999999}``, would be memory that a client chooses, and a field an attribute.
+    """
+    try:
+        found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError:
+        return False
+    return len(found) == 1 and found[0] in (("", "", None), ("0", "", None))
 
 
 def _with_hypothesis(example: TaskInput, label: str) -> TaskInput:
