@@ -1,0 +1,1 @@
+"""The handlers that a manifest or a registration can name, such as ``image_classifier`` and ``llm``."""

@@ -12,7 +12,7 @@ import torch
 from handlers.builtin.causal_lm_request import BatchRequest, parse_batch_request
 from handlers.distributed import placement
 from handlers.distributed.degrees import degrees
-from handlers.engines.batch_decoding import RowDecoder, decode_rows
+from handlers.engines.batch_decoding import RowDecoder, decode_rows, list_end_tokens
 from handlers.engines.engine import SamplingParams
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.explain.unsupported import refuse_explanations
@@ -30,6 +30,8 @@ class CausalLM:
     For ``{"prompt", "logits": true}`` it is ``{"logits"}``: the score of each token of the vocabulary as the
     next token. The rows of a batch run together.
     """
+
+    takes_parameters = True  # of a request, beside its inputs
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -51,8 +53,7 @@ class CausalLM:
             )
         penalty = self.model.generation_config.repetition_penalty
         self._default_sampling = SamplingParams(repetition_penalty=1.0 if penalty is None else penalty)
-        end = self.model.generation_config.eos_token_id
-        self._end_tokens = [end] if isinstance(end, int) else list(end or ())
+        self._end_tokens = list_end_tokens(self.model)
 
     def handle(self, data: list[Any], context: Any) -> list[Any]:
         refuse_explanations("causal_lm", context)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from handlers import json_text
 from handlers.builtin.llm_request import PARAMETERS, ParsedRequest, parse_request
 from handlers.engines.engine import SamplingParams
 from handlers.errors import PredictionException
@@ -27,9 +27,7 @@ class BatchRequest:
     stream: bool
 
 
-def parse_batch_request(
-    row: Mapping[str, Any], default: SamplingParams, tokenizer: Any, config: Any
-) -> BatchRequest:
+def parse_batch_request(row: Any, default: SamplingParams, tokenizer: Any, config: Any) -> BatchRequest:
     """Return the request in a row of a model with this ``config`` and ``tokenizer`` (None without one).
 
     Raises PredictionException (400) with the invalid value and the valid ones.
@@ -39,7 +37,9 @@ def parse_batch_request(
         raise PredictionException("causal_lm has no adapters: register the model with the handler llm.", 400)
     parsed = parse_request({"body": {key: value[key] for key in value if key in _FIELDS}}, default)
     _check_features(parsed, tokenizer)
-    prompt = tokenizer.encode(parsed.prompt) if isinstance(parsed.prompt, str) else parsed.prompt
+    prompt = parsed.prompt
+    if isinstance(prompt, str):
+        prompt = tokenizer.encode(json_text.check_text(prompt))
     if not prompt or not all(0 <= token < config.vocab_size for token in prompt):
         raise PredictionException(
             f"prompt is a text, or a list of token ids from 0 to {config.vocab_size - 1}.", 400
@@ -60,10 +60,12 @@ def parse_batch_request(
     return BatchRequest(prompt, max_new_tokens, logits, parsed.sampling, parsed.stops, parsed.stream)
 
 
-def _read_body(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    value = row["data"] if row.get("data") is not None else row.get("body")
+def _read_body(row: Any) -> Mapping[str, Any]:
+    value = row
+    if isinstance(row, Mapping):
+        value = next((row[name] for name in ("data", "body") if row.get(name) is not None), row)
     try:
-        value = json.loads(value) if isinstance(value, (bytes, bytearray)) else value
+        value = json_text.loads(value) if isinstance(value, (bytes, bytearray)) else value
     except ValueError as error:
         raise PredictionException(f"The input is not JSON: {error}", 400) from error
     return value if isinstance(value, Mapping) else {"prompt": value}

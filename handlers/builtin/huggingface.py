@@ -27,8 +27,10 @@ class HuggingFace(BaseHandler):
     the settings, and allows pickled weights and the folder's own code.
     """
 
-    # Images are decoded before their batch. Texts are not: passing them on takes longer than parsing.
+    # Images and audio are decoded before their batch. Texts are not: parsing them takes less than passing
+    # them on.
     prepare_row: Any = None
+    takes_parameters = True  # of a request, beside its inputs
     length: Any = None  # in tokens, for texts if model-config.yaml has bucket_by_length
 
     def initialize(self, context: Any) -> None:
@@ -48,11 +50,13 @@ class HuggingFace(BaseHandler):
             config, task_class.default_target
         )
         self.model, self.task = task_class.load(directory, trusted, config.get("parameters") or {})
+        self.task.is_cancelled = lambda: bool(getattr(self.context, "cancelled", False))
         self.model.to(self.device).eval()
         self.model = compile.compile_model(self.model, config.get("pt2"))
         self._apply_optimization(directory)
-        if isinstance(self.task, ImageTask):
+        if self.task.prepares_rows:
             self.prepare_row = self.task.parse
+        if isinstance(self.task, ImageTask):
             apply_pixel_limit(context)
         elif isinstance(self.task, TextTask) and config.get("bucket_by_length") is True:
             self.length = self.task.length_function()
@@ -61,21 +65,33 @@ class HuggingFace(BaseHandler):
 
     @timed
     def preprocess(self, data: list[Any]) -> Any:
-        """Return each row's parsed input, and all of them as the model's input."""
+        """Return each row's parsed input, and the model's input, None where no row needs it."""
         examples = self._map_rows(data, self._parse_row)
-        return examples, self.task.encode(examples)
+        computed = list(filter(self.task.needs_model, examples))
+        return examples, self.task.encode(computed) if computed else None
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         examples, encoded = data
+        if encoded is None:
+            return examples, None, None
         with torch.inference_mode():
             return examples, encoded, self.task.forward(self.model, encoded, self.device)
 
     @timed
     def postprocess(self, data: Any) -> list[Any]:
         examples, encoded, output = data
-        values = self.task.postprocess(output, encoded, examples)
-        return self._to_values(values) if isinstance(values, torch.Tensor) else values
+        computed = list(filter(self.task.needs_model, examples))
+        values = self.task.postprocess(output, encoded, computed) if computed else []
+        if isinstance(values, torch.Tensor):
+            values = self._to_values(values)
+        if len(computed) == len(examples):
+            return values
+        remaining = iter(values)
+        return [
+            next(remaining) if self.task.needs_model(example) else self.task.answer_without_model(example)
+            for example in examples
+        ]
 
     def _run_stages(self, data: list[Any], span: Callable[[str], Any]) -> list[Any]:
         return super()._run_stages(
@@ -92,6 +108,10 @@ class HuggingFace(BaseHandler):
 
     def get_insights(self, tensor_data: TaskInput, raw_data: Any, target: Any = None) -> list[Any]:
         """Return the task's explanation of a row's ``target``: a label, an entity, a second text ..."""
+        if not self.task.needs_model(tensor_data):
+            raise PredictionException(
+                "An output of the tokenizer is not explained; leave out output_value.", 400
+            )
         # The unparsed target: "007" is a text.
         target = self.explained_row.get("target") if isinstance(self.explained_row, Mapping) else None
         if isinstance(target, (bytes, bytearray)):
@@ -102,12 +122,14 @@ class HuggingFace(BaseHandler):
         return [self.task.explain(self.model, tensor_data, options)]
 
     def describe_handle(self) -> dict[str, Any]:
-        """Return the task, the parameters of a request, and the architecture."""
+        """Return the task, the parameters of a request, the architecture, and what the task adds."""
         parameters = {name: parameter.expected for name, parameter in self.task.parameters.items()}
         return {
             "task": self.task_name,
             "parameters": parameters,
             "architecture": self.task.config.architectures,
+            "dtype": str(self._input_dtype(torch.empty(0))).removeprefix("torch."),
+            **self.task.describe(),
         }
 
     def _parse_row(self, row: Any) -> TaskInput:

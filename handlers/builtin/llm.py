@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from handlers import engines, ignored_fields
+from handlers import engines, ignored_fields, json_text
 from handlers.builtin.llm_adapters import LoadedAdapters, select_adapter
 from handlers.builtin.llm_request import PARAMETERS, ParsedRequest, parse_request
+from handlers.builtin.vertex_instance import VertexInstance, find_instance
 from handlers.distributed.degrees import degrees, layout
 from handlers.engines import openai, openai_response, tool_calls
 from handlers.engines.adapter_files import AdapterOptions
@@ -43,6 +44,7 @@ class GenerationResult:
     cached_tokens: int | None  # of the prompt; None where the engine does not report it
     new_tokens: int
     finish_reason: str | None
+    stop: str | None = None  # the stop string that ended the text
 
 
 class LanguageModel:
@@ -53,6 +55,9 @@ class LanguageModel:
     the text. With the header ``url_path``, a row is a body of OpenAI's API (``openai.py``). The folder is the
     archive itself, or the folder that its ``serializedFile`` names.
     """
+
+    takes_parameters = True  # of a request, beside its inputs
+    instance_defaults: ClassVar[Mapping[str, Any]] = {}  # of instances behind the envelope vertex
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
@@ -144,9 +149,21 @@ class LanguageModel:
         try:
             if path:
                 return await self._answer_openai(index, path, row, context)
+            if (instance := find_instance(row)) is not None:
+                return await self._answer_instance(index, instance, context)
             return await self._answer_text(index, parse_request(row, self.default_sampling), context)
         except PredictionException as error:
             return error
+
+    async def _answer_instance(self, index: int, instance: VertexInstance, context: Any) -> Any:
+        """Return the completion of a chat, or the text of an instance of Vertex AI."""
+        if instance.is_chat:
+            context.set_response_content_type(index, "application/json")  # that of events where it streams
+            return await self._answer_openai(index, openai.CHAT, {"body": instance.body}, context)
+        parsed = parse_request({"body": instance.body}, self.default_sampling)
+        result = await self._generate(index, parsed, context)
+        prompt = parsed.prompt if isinstance(parsed.prompt, str) else self._decode(parsed.prompt)
+        return instance.format(prompt, result.text)
 
     async def _answer_text(self, index: int, parsed: ParsedRequest, context: Any) -> Any:
         if parsed.stream:
@@ -165,17 +182,15 @@ class LanguageModel:
         if path == openai.MODELS:
             assert self.engine is not None
             return openai_response.list_models(context.model_name, self.engine.adapters)
+        if path == openai.TOKENIZE:
+            return await self._count_tokens(openai.parse_tokenize(row, self.default_sampling))
         request = openai.parse_request(path, row, self.default_sampling)
         openai.check_output_size(request, self.max_new_tokens or _DEFAULT_NEW_TOKENS)
         if request.ignored:
             context.set_response_header(index, ignored_fields.HEADER, format_ignored(request.ignored))
         adapter = select_adapter(context, index, request.model)
         response = openai_response.CompletionResponse(request, context.model_name, self._decode)
-        prompts = (
-            [await self._encode_chat(request)]
-            if request.chat
-            else [await self._encode(prompt) for prompt in request.prompts]
-        )
+        prompts = await self._encode_prompts(request)
         openai.check_prompt_logprobs(request, prompts)
         if request.stream:
             context.set_response_content_type(index, openai.EVENT_STREAM)
@@ -211,9 +226,8 @@ class LanguageModel:
                 echo = take_echo()
                 result = replace(result, text=echo + result.text, rest=echo + result.rest)
             if request.stream:
-                events = response.finish_events(
-                    number, result.rest, result.logprobs, result.finish_reason, calls.get(number, ())
-                )
+                reasons = result.finish_reason, calls.get(number, ()), result.stop
+                events = response.finish_events(number, result.rest, result.logprobs, *reasons)
                 context.emit(index, events)
             return result
 
@@ -227,10 +241,23 @@ class LanguageModel:
         if request.stream:
             return response.done_events(usage)
         choices = [
-            response.build_choice(i, result.text, result.logprobs, result.finish_reason, calls.get(i, ()))
+            response.build_choice(
+                i, result.text, result.logprobs, result.finish_reason, calls.get(i, ()), result.stop
+            )
             for i, result in enumerate(results)
         ]
         return response.build(choices, usage)
+
+    async def _count_tokens(self, request: openai.CompletionRequest) -> dict[str, Any]:
+        """Return the tokens of a prompt, as vLLM does."""
+        assert self.engine is not None
+        [tokens] = await self._encode_prompts(request)
+        return {"count": len(tokens), "max_model_len": self.engine.capacity, "tokens": tokens}
+
+    async def _encode_prompts(self, request: openai.CompletionRequest) -> list[list[int]]:
+        if request.chat:
+            return [await self._encode_chat(request)]
+        return [await self._encode(prompt) for prompt in request.prompts]
 
     async def _encode_chat(self, request: openai.CompletionRequest) -> list[int]:
         """Return the messages as tokens, formatted by the model's chat template."""
@@ -261,7 +288,7 @@ class LanguageModel:
             raise PredictionException(
                 f"The model's chat template does not take these messages: {error}", 400
             ) from None
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(json_text.check_text(text), add_special_tokens=False)
 
     def _parse_tool_calls(
         self, prompt: list[int], result: GenerationResult, request: openai.CompletionRequest
@@ -277,7 +304,7 @@ class LanguageModel:
     async def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        return await self._tokenize(len(prompt), self.tokenizer.encode, prompt)
+        return await self._tokenize(len(prompt), self.tokenizer.encode, json_text.check_text(prompt))
 
     async def _tokenize(self, length: int, function: Callable[..., list[int]], *args: Any) -> list[int]:
         """Call ``function``, in another thread for a long text: the event loop serves all streams."""
@@ -336,7 +363,8 @@ class LanguageModel:
         if ids and ids[-1] in self.end_tokens:
             ids = ids[:-1]
         text, count = detokenizer.text, timings.tokens
-        return GenerationResult(ids, text, rest, logprobs, len(prompt), cached_tokens, count, finish_reason)
+        counts = len(prompt), cached_tokens, count
+        return GenerationResult(ids, text, rest, logprobs, *counts, finish_reason, detokenizer.stop)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from handlers import json_text
 from handlers.engines.engine import SamplingParams
 from handlers.engines.request_fields import (
     MAX_COUNT,
@@ -44,17 +44,20 @@ class ParsedRequest:
     prompt_logprobs: int | None = None
 
 
-def parse_request(row: Mapping[str, Any], default: SamplingParams) -> ParsedRequest:
+def parse_request(row: Any, default: SamplingParams) -> ParsedRequest:
     """Return the request in a row.
 
     Raises PredictionException (400) that names the invalid value and the valid ones.
     """
-    body = row.get("body", row.get("data")) if "body" in row or "data" in row else dict(row)
+    if not isinstance(row, Mapping):  # of an envelope
+        body: Any = row
+    else:
+        body = row.get("body", row.get("data")) if "body" in row or "data" in row else dict(row)
     if isinstance(body, (bytes, bytearray, memoryview)):
         body = _decode_text("the request", body)
         if body.lstrip().startswith("{"):
             try:
-                body = json.loads(body)
+                body = json_text.loads(body)
             except ValueError as error:
                 raise PredictionException(f"The request is no JSON: {error}.", 400) from None
     if isinstance(body, str):

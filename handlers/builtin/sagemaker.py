@@ -7,8 +7,9 @@ The functions are those of the SageMaker PyTorch inference toolkit:
 * ``input_fn(data, content_type)``, ``predict_fn(data, model)`` and ``output_fn(prediction, accept)``, or
   ``transform_fn(model, data, content_type, accept)`` in place of all three.
 
-Each may take one more argument, the context. SAGEMAKER_PROGRAM names another script, and
-SAGEMAKER_SUBMIT_DIRECTORY another folder, for a model without ``code/``. A generator is a streamed response.
+Each may take one more argument, the context. SAGEMAKER_PROGRAM names another script, with a path below
+``code/`` or an absolute one, and SAGEMAKER_SUBMIT_DIRECTORY another folder, for a model without ``code/``. A
+generator is a streamed response.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import inspect
 import json
 import logging
 import os
-import traceback
 from collections.abc import Callable
-from http import HTTPStatus
 from pathlib import Path
 from types import GeneratorType, ModuleType
 from typing import Any
@@ -27,10 +26,11 @@ from typing import Any
 import torch
 
 import handlers.sagemaker
+from handlers.builtin.script import ScriptHandler, find_script, import_script, read_body, read_content_type
 from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.loading import private_modules
-from handlers.loading.module_loader import add_archive_to_path, load_module
+from handlers.loading.module_loader import add_archive_to_path
 from handlers.loading.weights import load_torchscript
 from handlers.sagemaker import content_types, decoder, encoder
 from handlers.sagemaker.errors import UnsupportedFormatError
@@ -46,7 +46,7 @@ _NUMBERS = {"pre_model_fn": 1, "model_fn": 1, "model_warmup_fn": 2, "transform_f
 )
 
 
-class SageMakerHandler:
+class SageMakerHandler(ScriptHandler):
     """A handler that calls the functions of a script, row by row."""
 
     def initialize(self, context: Context) -> None:
@@ -77,29 +77,10 @@ class SageMakerHandler:
         if "model_warmup_fn" in self._functions:
             self._functions["model_warmup_fn"](model_dir, self.model, context)
 
-    def handle(self, data: list[Any], context: Context) -> list[Any]:
-        """Return the response, or the exception, of each row."""
-        if len(data) == 1:
-            return [self._respond(data[0], context)]
-        return [self._respond(row, context.row(index)) for index, row in enumerate(data)]
-
-    def _respond(self, row: Any, context: Context) -> Any:
-        try:
-            return self._transform(row, context)
-        except (MemoryError, PredictionException, torch.OutOfMemoryError) as error:
-            return error
-        except Exception as error:
-            _log.error("A function of the script failed.\n%s", traceback.format_exc())
-            status = getattr(error, "status_code", HTTPStatus.INTERNAL_SERVER_ERROR)
-            return PredictionException(f"{type(error).__name__}: {error}", int(status))
-
-    def _transform(self, row: Any, context: Context) -> Any:
-        content_type = context.get_request_header(0, "content-type")
-        if not isinstance(content_type, str):  # a request over gRPC has only that of its input
-            part = context.get_request_header(0, "body")
-            content_type = part.get("content-type") if isinstance(part, dict) else None
+    def respond(self, row: Any, context: Context) -> Any:
+        content_type = read_content_type(context)
         accept = _select_accept(context.get_request_header(0, "accept"))
-        body = _read_body(row, content_type)
+        body = _read_text(row, content_type)
         result = self._functions["transform_fn"](self.model, body, content_type, accept, context)
         # A single accepted type is the response's; the default output_fn returns the one that it selected.
         response_type = accept.partition(",")[0].strip()
@@ -166,15 +147,16 @@ def _import_script(model_dir: Path) -> ModuleType | None:
     name = name if name.endswith(".py") else f"{name}.py"
     folders = [model_dir / CODE]
     if submitted := os.environ.get(_SUBMIT_DIRECTORY):
-        folders.append(Path(submitted))
-    folder = next((folder for folder in folders if (folder / name).is_file()), None)
-    if folder is None:
+        folders.append(Path(submitted.removeprefix("file://")))
+    file = find_script([*folders, model_dir], name)
+    if file is None:
         if os.environ.get(_PROGRAM):
             _log.warning("%s has no %s (%s); the default functions serve it", folders[0], name, _PROGRAM)
         return None
-    if private_modules.current() is None:
-        add_archive_to_path(folder.resolve())
-    return load_module(folder / name)
+    for folder in folders:
+        if folder in file.parents and folder != file.parent and private_modules.current() is None:
+            add_archive_to_path(folder.resolve())  # a script in a folder below it imports from it, too
+    return import_script(file)
 
 
 def _with_context(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,9 +180,10 @@ def _select_accept(header: Any) -> str:
     return str(header)
 
 
-def _read_body(row: Any, content_type: str | None) -> Any:
+def _read_text(row: Any, content_type: str | None) -> Any:
     """Return a request's body as the toolkit passes it: text for JSON and CSV, else bytes."""
-    body = row.get("body", row.get("data", b"")) if isinstance(row, dict) else row
+    body = read_body(row)
+    body = b"" if body is None else body
     if isinstance(body, (bytes, bytearray)):
         is_text = content_types.media_type(content_type) in content_types.UTF8_TYPES
         return body.decode() if is_text else body

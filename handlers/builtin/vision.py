@@ -188,6 +188,12 @@ class VisionHandler(BaseHandler):
             raise PredictionException(
                 "There is no image: send it as the body, or as the form field data.", 400
             )
+        if isinstance(value, dict):
+            raise PredictionException(
+                "The input is a JSON object, and neither image nor JSON list of numbers. "
+                "Send the image's file as the body, as `curl -T FILE` does, or as the form field data.",
+                400,
+            )
         try:
             tensor = torch.tensor(value, dtype=torch.float32)
         except (TypeError, ValueError, OverflowError) as error:

@@ -8,4 +8,5 @@ ENVELOPES: dict[str, str] = {
     "json": "handlers.envelopes.json:JSONEnvelope",
     "kserve": "handlers.envelopes.kserve:KServeEnvelope",
     "kservev2": "handlers.envelopes.kservev2:KServev2Envelope",
+    "vertex": "handlers.envelopes.vertex:VertexEnvelope",
 }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from handlers import json_text
 from handlers.errors import PredictionException
 
 
@@ -33,17 +33,19 @@ class BaseEnvelope(ABC):
             # Batches overlap, so each has a state of its own.
             return copy.copy(self)._handle_async(data, context)
         rows = self._parse(data, context)
-        return (
-            self._format(self._handle_fn(rows, context)) if self._has_rows(rows) else self.format_output([])
-        )
+        if not self._has_rows(rows):
+            return self.format_output([])
+        selected = self.select_rows(context)
+        results = self._handle_fn(rows, selected)
+        if selected is not context:
+            context.adopt(selected)
+        return self._format(results)
 
     async def _handle_async(self, data: Any, context: Any) -> Any:
         rows = self._parse(data, context)
-        return (
-            self._format(await self._handle_fn(rows, context))
-            if self._has_rows(rows)
-            else self.format_output([])
-        )
+        if not self._has_rows(rows):
+            return self.format_output([])
+        return self._format(await self._handle_fn(rows, self.select_rows(context)))
 
     def _parse(self, data: Any, context: Any) -> Any:
         self.context = context
@@ -55,6 +57,10 @@ class BaseEnvelope(ABC):
     def _has_rows(self, rows: Any) -> bool:
         """Return whether the handler must be called."""
         return True
+
+    def select_rows(self, context: Any) -> Any:
+        """Return the context of the handler's rows, from that of the requests."""
+        return context
 
     @abstractmethod
     def parse_input(self, data: list[dict[str, Any]]) -> Any:
@@ -121,6 +127,15 @@ class GroupedEnvelope(BaseEnvelope):
     def _has_rows(self, rows: Any) -> bool:
         return bool(rows) or not self._row_counts
 
+    def select_rows(self, context: Any) -> Any:
+        requests = self.list_requests()
+        return context if requests == list(range(len(self._row_counts))) else context.select(requests)
+
+    def list_requests(self) -> list[int]:
+        """Return the index of the request of each row."""
+        counts = enumerate(self._row_counts)
+        return [index for index, count in counts if isinstance(count, int) for _ in range(count)]
+
     @abstractmethod
     def parse_request(self, index: int, row: dict[str, Any]) -> list[Any]:
         """Return the handler's rows in request ``index``.
@@ -141,7 +156,7 @@ def parse_json_body(row: dict[str, Any], key: str) -> dict[str, Any]:
     body = row.get("data") or row.get("body") or row
     if isinstance(body, (bytes, bytearray, str)):
         try:
-            body = json.loads(body)
+            body = json_text.loads(body)
         except ValueError as error:
             raise PredictionException(f"The request is not JSON: {error}", 400) from error
     if not isinstance(body, dict) or not isinstance(body.get(key), list):

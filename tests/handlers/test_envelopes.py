@@ -60,6 +60,11 @@ def test_json_leaves_numbers_that_json_does_not_have_to_the_server(predict: Pred
     assert answer == {"predictions": [math.inf]}
 
 
+def test_json_writes_bytes_as_their_json_or_in_base64(predict: Predict) -> None:
+    [answer] = predict("json", [body(instances=[1, 2])], lambda data: [b'[{"a": 1}]', b"\xff"])
+    assert answer == '{"predictions": [[{"a": 1}], {"b64": "/w=="}]}'
+
+
 def test_json_decodes_b64(predict: Predict) -> None:
     rows_seen: list[Any] = []
     row = body(instances=[{"b64": "aGk="}, {"x": {"b64": "eW8="}, "y": 3, "b64": "kept"}, "b64"])
@@ -82,6 +87,23 @@ def test_kserve_predicts_and_explains(predict: Predict) -> None:
         "a single request gets all values"
     )
     assert predict("kserve", [row], lambda data: [0.5], explain="True") == [{"explanations": [0.5]}]
+
+
+def test_what_a_handler_sets_on_its_context_stays(begin: Callable[..., Context]) -> None:
+    context = begin(Context("m", "/m", {}), 2)
+
+    def handle(data: list[Any], rows: Context) -> list[Any]:
+        rows.seen = getattr(rows, "seen", 0) + len(data)
+        rows.set_response_header(2, "x-row", "of the second request")
+        return data
+
+    requests = [body(instances=[1, 2]), body(instances=[3])]
+    envelope = handlers.load_envelope("kserve")(handle)
+    for seen in (3, 6):
+        assert envelope.handle(requests, context) == [{"predictions": [1, 2]}, {"predictions": [3]}]
+        assert context.seen == seen and context.request_ids == {0: "id-0", 1: "id-1"}
+    assert context.get_response_headers(1) == {"x-row": "of the second request"}
+    assert context.get_response_headers(0) == {}
 
 
 def test_kserve_groups_predictions_by_request(predict: Predict) -> None:
@@ -248,3 +270,56 @@ def test_batches_of_an_async_handler_overlap(archive: Any, begin: Any) -> None:
     assert (
         first == ['{"predictions": [2]}'] and second == '{"predictions": [4, 6]}' and error.error_code == 400
     )
+
+
+def test_json_passes_the_parameters_of_each_request_to_its_rows(begin: Callable[..., Context]) -> None:
+    requests = [
+        body(instances=[1, 2], parameters={"k": 3}),
+        body(instances=[4]),
+        body(instances=[5], parameters=None),
+        body(instances=[5], parameters=6),
+    ]
+    context = begin(Context("m", "/m", {"model": {}}), len(requests))
+
+    def handle(data: list[Any], context: Context) -> list[Any]:
+        return [dict(context.get_parameters(index)) for index in range(len(data))]
+
+    *answers, error = handlers.load_envelope("json")(handle).handle(requests, context)
+    assert [json.loads(answer)["predictions"] for answer in answers] == [[{"k": 3}, {"k": 3}], [{}], [{}]]
+    assert isinstance(error, PredictionException) and error.error_code == 400
+    assert "parameters is 6" in error.message
+    begin(context, 1)
+    assert context.get_parameters(0) == {}
+
+
+def test_vertex_answers_predictions_and_raw_predictions(predict: Predict) -> None:
+    rows = [
+        body(instances=[{"b64": "aGk="}, 2]),
+        {"body": b"\x00raw"},
+        {"data": b'{"instances": ["x"]}'},
+        body(x=1),
+    ]
+    seen: list[Any] = []
+
+    def handle(data: list[Any]) -> list[Any]:
+        seen.extend(data)
+        return [str(index) for index in range(len(data))]
+
+    assert predict("vertex", rows, handle) == [
+        '{"predictions": ["0", "1"]}',
+        "2",
+        '{"predictions": ["3"]}',
+        "4",
+    ]
+    assert seen == [b"hi", 2, {"body": b"\x00raw"}, "x", body(x=1)]
+
+
+def test_vertex_refuses_instances_that_are_no_list(predict: Predict) -> None:
+    [answer] = predict("vertex", [body(instances=1)], lambda data: data)
+    assert isinstance(answer, PredictionException) and answer.error_code == 400
+
+
+def test_vertex_refuses_an_instance_that_is_not_base64(predict: Predict) -> None:
+    bad, good = predict("vertex", [body(instances=[{"b64": 3}]), body(instances=[1])], lambda data: data)
+    assert isinstance(bad, PredictionException) and bad.error_code == 400
+    assert good == '{"predictions": [1]}'

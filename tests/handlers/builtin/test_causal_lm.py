@@ -123,6 +123,7 @@ def test_requests_keep_their_earlier_forms(model: CausalLM) -> None:
         ({"prompt": "a", "guided_choice": ["b"]}, "does not serve guided_choice.* handler llm"),
         ({"prompt": "a", "logits": True, "stream": True}, "stream and logits are alternatives"),
         (b"{", "not JSON"),
+        ("\ud800", "The text is no Unicode"),
     ],
 )
 def test_an_invalid_row_fails_alone(model: CausalLM, body: Any, message: str) -> None:

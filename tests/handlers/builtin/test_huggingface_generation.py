@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
+from handlers.context import Row
 from tests.support.hf_folders import (
     LONG,
     SHORT,
@@ -47,6 +48,19 @@ def test_a_decoder_without_a_padding_token_generates_and_embeds(tmp_path: Path) 
 
     embedded = ServedFolder(tmp_path, task="sentence-embedding")
     assert_close(embedded(*TEXTS), [embedded(text)[0] for text in TEXTS])
+
+
+def test_generation_ends_when_all_callers_have_left(tmp_path: Path) -> None:
+    save_gpt2(tmp_path)
+    served = ServedFolder(tmp_path)
+    row = {"inputs": SHORT, "parameters": {"max_new_tokens": 12, "return_full_text": False}}
+    [whole] = served(row)
+    checks = iter(range(100))
+    served.context.begin(["a"], [{}], [{}], None, lambda index: next(checks) >= 3)
+    [begun] = served.entry([Row({"body": row})], served.context)
+    assert whole["generated_text"].startswith(begun["generated_text"])
+    assert len(begun["generated_text"]) < len(whole["generated_text"])
+    assert next(checks) == 4, "one check for each token"
 
 
 def test_numbers_of_a_request_are_bounded(tmp_path: Path) -> None:

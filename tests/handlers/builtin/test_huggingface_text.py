@@ -148,9 +148,13 @@ def test_zero_shot_classification_equals_the_pipeline(tmp_path: Path) -> None:
         reference(SHORT, **each),
     ]
     assert_close(results, expected)
-    invalid = served({"text": SHORT, "parameters": {"hypothesis_template": "no place"}}, SHORT)
-    assert invalid[0].error_code == 400
-    assert_close(invalid[1], expected[1])
+    templates = ["no place", "{} {}", "{:>9}", "{!r}", "{0.__class__}", "{1}", "{", "{}" + "x" * 999]
+    rows = [{"text": SHORT, "parameters": {"hypothesis_template": template}} for template in templates]
+    *invalid, valid = served(*rows, {"text": SHORT, "parameters": {"candidate_labels": ["\ud800"]}}, SHORT)
+    assert [row.error_code for row in invalid] == [400] * 9
+    assert_close(valid, expected[1])
+    [deep] = served({"text": SHORT, "parameters": '{"candidate_labels":' + "[" * 300 + "]" * 300 + "}"})
+    assert (deep.error_code, "more than 250 levels" in str(deep)) == (400, True)
 
 
 def test_feature_extraction_equals_the_pipeline(tmp_path: Path) -> None:

@@ -6,31 +6,21 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import handlers
 from handlers.context import Context
 from handlers.errors import HandlerLoadError, PredictionException
 from handlers.metrics import MetricCache, updates
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 CONFIG = {"engine": {"num_blocks": 32, "page_size": 16, "max_batch_tokens": 64}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: the models are so small that more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Served:
@@ -244,6 +234,8 @@ def test_sampling_parameters_of_the_folder(language_model: Path, tmp_path: Path)
         ({"prompt": "a", "stream": "maybe"}, "stream is 'maybe'; it is true or false"),
         (b"\xff", "the request is no UTF-8 text"),
         (b"{1", "The request is no JSON"),
+        (b'{"a":' * 300 + b"1" + b"}" * 300, "more than 250 levels"),
+        ({"prompt": "\ud800"}, "The text is no Unicode"),
     ],
 )
 def test_invalid_requests_are_rejected(body: Any, message: str, request_error: Callable[[Any], Any]) -> None:

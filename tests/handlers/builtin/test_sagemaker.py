@@ -244,13 +244,29 @@ def test_a_variable_names_the_script_and_the_script_imports_its_neighbours(
     assert served(b"{}") == "from a neighbour"
 
 
+@pytest.mark.parametrize(
+    "program", ["serving/run_it.py", "code/serving/run_it.py", "{model}/code/serving/run_it.py"]
+)
+def test_a_script_below_the_folder_of_code_imports_from_it(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setenv("SAGEMAKER_PROGRAM", program.format(model=tmp_path))
+    (tmp_path / "code/serving").mkdir(parents=True)
+    (tmp_path / "code/word_list.py").write_text("WORD = 'from above'")
+    script = (
+        "from word_list import WORD\ndef model_fn(d): return WORD\ndef transform_fn(m, d, c, a): return m"
+    )
+    (tmp_path / "code/serving/run_it.py").write_text(script)
+    assert model()(b"{}") == "from above"
+
+
 def test_a_script_may_be_in_the_submitted_folder(
     model: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path_factory.mktemp("submitted")
     script = "def model_fn(d): return d\ndef transform_fn(m, d, c, a): return 'submitted'"
     (folder / "inference.py").write_text(script)
-    monkeypatch.setenv("SAGEMAKER_SUBMIT_DIRECTORY", str(folder))
+    monkeypatch.setenv("SAGEMAKER_SUBMIT_DIRECTORY", f"file://{folder}")
     assert model()(b"{}") == "submitted"
     del sys.modules["inference"]  # it is outside the folder that the fixture forgets
 

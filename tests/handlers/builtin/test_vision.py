@@ -215,10 +215,11 @@ def test_an_invalid_image_fails_alone(classify: Any, china: Image.Image) -> None
     content = encode_png(china, "JPEG")
     invalid = {
         "not an image that can be read: image file is truncated": {"body": content[:2000]},
-        "not an image that can be read: cannot identify": {"body": b"GIF, really"},
+        "not an image that can be read: no known format begins with": {"body": b"GIF, really"},
         "not an image in base64": {"body": "no base64!"},
         "There is no image": {"name": "x"},
-        "neither image nor JSON list of numbers": {"body": ["a"]},
+        "neither image nor JSON list of numbers: ": {"body": ["a"]},
+        "a JSON object, and neither image nor JSON list of numbers. Send": {"body": {"pixels": [1]}},
         "a single number": {"body": True},
     }
     (answer, *errors), _ = classify([{"body": content}, *invalid.values()])
