@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from handlers.errors import HandlerLoadError
 from handlers.optimize.apply import warmup_batch_sizes
 from handlers.optimize.tolerance_gate import Tolerance, compare_outputs
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
 
 MODEL = """
@@ -65,14 +65,6 @@ class Net(torch.nn.Module):
         return self.linear(x).relu()
 """
 ROWS = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).round(decimals=2).tolist()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
