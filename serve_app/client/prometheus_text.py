@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -43,6 +43,16 @@ def _parse_labels(text: str) -> dict[str, str]:
             for name, value in labels.items()
         }
     return labels
+
+
+def percentile(ordered: Sequence[float], fraction: float) -> float:
+    """Return the nearest-rank percentile of values in ascending order; NaN without values.
+
+    It is the smallest value that at least this fraction of the values does not exceed.
+    """
+    if not ordered:
+        return math.nan
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 def quantile(buckets: Iterable[tuple[float, float]], q: float) -> float | None:
