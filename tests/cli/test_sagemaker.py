@@ -138,6 +138,83 @@ def test_requirements_come_from_the_index_that_pip_s_variables_name(settings_of:
     assert settings_of(**variables)[1].runtime.pip_index_url == ""
 
 
+def test_requests_are_as_large_as_the_platform_sends_them(settings_of: Start, base: Path) -> None:
+    variables = {"SAGEMAKER_BASE_DIR": str(base)}
+    settings = settings_of(**variables)[1]
+    assert settings.inference.max_request_size == settings.runtime.max_response_size == 64 << 20
+    assert settings_of("max_request_size=9\n", **variables)[1].inference.max_request_size == 9
+    settings = settings_of(**variables, TS_MAX_REQUEST_SIZE="1000000000")[1]
+    assert (settings.inference.max_request_size, settings.runtime.max_response_size) == (10**9, 64 << 20)
+
+
+def test_a_load_may_take_as_long_as_the_platform_waits(settings_of: Start, base: Path) -> None:
+    variables = {"SAGEMAKER_BASE_DIR": str(base)}
+    assert settings_of(**variables)[1].runtime.default_startup_timeout == 3600
+    assert settings_of(**variables, TS_DEFAULT_STARTUP_TIMEOUT="9")[1].runtime.default_startup_timeout == 9
+
+
+def test_variables_of_hugging_faces_containers(settings_of: Start, base: Path) -> None:
+    variables = {"SAGEMAKER_BASE_DIR": str(base), "HF_MODEL_ID": "a/b", "HF_TASK": "fill-mask"}
+    store = settings_of(**variables)[1].store
+    assert (store.default_task, store.trusted) == ("fill-mask", ("*",)), "the model is the platform's"
+    (base / "model/code/inference.py").unlink()
+    (base / "model/code").rmdir()
+    settings = settings_of(**variables)[1]
+    assert (settings.control.load_models, settings.store.trusted) == ("model=hf://a/b", ())
+    assert settings_of(**variables, HF_TRUST_REMOTE_CODE="1")[1].store.trusted == ("*",)
+    settings = settings_of(**variables, SAGEMAKER_MULTI_MODEL="true")[1]
+    assert settings.control.load_models != "model=hf://a/b"
+
+
+def test_variables_of_mlflows_image(settings_of: Start, base: Path) -> None:
+    variables = {
+        "SAGEMAKER_BASE_DIR": str(base),
+        "MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT": "90",
+        "MLSERVER_INFER_WORKERS": "3",
+    }
+    settings = settings_of(**variables)[1]
+    assert settings.runtime.default_response_timeout == 60, "it is no directory of MLflow"
+    (base / "model/MLmodel").write_text("flavors: {}")
+    settings = settings_of(**variables)[1]
+    assert settings.runtime.default_response_timeout == 90
+    assert settings.runtime.default_workers_per_model == 3
+
+
+def test_an_application_of_ray_serve_is_refused_with_what_to_do(settings_of: Start, base: Path) -> None:
+    (base / "model/config.yaml").write_text("http_options: {}\napplications:\n- name: a\n")
+    assert settings_of(SAGEMAKER_BASE_DIR=str(base))[1].control.load_models, "its script is served"
+    (base / "model/code/inference.py").unlink()
+    with pytest.raises(StartError, match="is an application of AWS's Ray Serve container"):
+        settings_of(SAGEMAKER_BASE_DIR=str(base))
+    (base / "model/config.yaml").unlink()
+    with pytest.raises(StartError, match="SM_RAYSERVE_APP"):
+        settings_of(SAGEMAKER_BASE_DIR=str(base), SM_RAYSERVE_APP="app:app")
+
+
+def test_a_handler_outside_of_the_model_is_a_file(settings_of: Start, base: Path, tmp_path: Path) -> None:
+    handler = f"{tmp_path}/handler.py:handle"
+    variables = {"SAGEMAKER_BASE_DIR": str(base), "SAGEMAKER_HANDLER": handler}
+    with pytest.raises(
+        StartError, match=f"SAGEMAKER_HANDLER={handler}: there is no file {tmp_path}/handler.py"
+    ):
+        settings_of(**variables)
+    (tmp_path / "handler.py").write_text("def handle(data, context): return data")
+    assert settings_of(**variables)[1].store.default_service_handler == handler
+
+
+def test_requirements_come_from_the_private_repository_of_the_toolkits(
+    settings_of: Start, base: Path
+) -> None:
+    arn = "arn:aws:codeartifact:eu-west-1:123456789012:repository/team/pypi"
+    for variables in ({"SAGEMAKER_BASE_DIR": str(base)}, {"SAGEMAKER_MULTI_MODEL": "true"}):
+        settings = settings_of(**variables, CA_REPOSITORY_ARN=arn, PIP_INDEX_URL="https://a")[1]
+        assert settings.runtime.pip_index_url == arn
+    with pytest.raises(
+        StartError, match="CA_REPOSITORY_ARN: arn:aws:s3:::a is no repository of CodeArtifact"
+    ):
+        settings_of(SAGEMAKER_BASE_DIR=str(base), CA_REPOSITORY_ARN="arn:aws:s3:::a")
+
+
 def test_the_toolkits_own_handler_is_replaced(settings_of: Start, base: Path) -> None:
     handler = "sagemaker_pytorch_serving_container.handler_service"
     _, settings = settings_of(SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_HANDLER=handler)
@@ -225,3 +302,14 @@ def test_the_only_model_answers_by_its_script(settings_of: Start, base: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["model: { }", "model: [1]"]
+
+
+def test_a_model_directory_of_mlflow_has_the_paths_of_its_scoring_server(
+    settings_of: Start, base: Path
+) -> None:
+    assert not settings_of(SAGEMAKER_BASE_DIR=str(base))[1].inference.aliases
+    (base / "model/MLmodel").write_text("flavors: {}")
+    _, settings = settings_of(SAGEMAKER_BASE_DIR=str(base))
+    assert settings.inference.aliases == {"/health": "/ping"}
+    assert settings.control.load_models == f"model={base}/model"
+    assert not settings.runtime.decode_input_request
