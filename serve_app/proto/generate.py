@@ -2,7 +2,7 @@
 
 The generated code runs on every version of protobuf and gRPC that this project supports. Its checks, which
 require a runtime at least as new as the generator, are removed. Its messages are registered in the pool of
-``pool.py``.
+``pool.py``. Of the gRPC code the stubs of clients remain: the server calls its methods by descriptor.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _CHECKS = re.compile(
     r"|import warnings\n"
     r"|GRPC_GENERATED_VERSION = [\s\S]*?\n    \)\n\n"
 )
+_SERVER_CODE = re.compile(r"\n\nclass \w+Servicer:[\s\S]*")
 _DEFAULT_POOL = (
     "from google.protobuf import descriptor_pool as _descriptor_pool\n",
     "_descriptor_pool.Default()",
@@ -50,7 +51,7 @@ def generate_modules() -> dict[str, str]:
 def _adapt(code: str) -> str:
     for default, own in zip(_DEFAULT_POOL, _OWN_POOL):
         code = code.replace(default, own)
-    return _CHECKS.sub("", code)
+    return _SERVER_CODE.sub("", _CHECKS.sub("", code))
 
 
 if __name__ == "__main__":
