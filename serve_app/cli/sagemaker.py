@@ -7,7 +7,10 @@ the argument ``serve``, holds the model in ``model/``: archives, a Hugging Face 
 management API on that same port, and expects each loaded model to have a worker.
 
 The other variables are those of its inference toolkits: the script's own are read by the handler
-``sagemaker``, and SAGEMAKER_TS_… are the settings of the only model.
+``sagemaker``, and SAGEMAKER_TS_… are the settings of the only model. CA_REPOSITORY_ARN is the repository of
+AWS CodeArtifact that has the packages of a model's requirements.txt. MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT
+and MLSERVER_INFER_WORKERS are those of MLflow's own image, for a directory of MLflow. As in Hugging Face's
+containers, HF_MODEL_ID is the model where the base directory has none, and HF_TASK the task of a folder.
 """
 
 from __future__ import annotations
@@ -18,17 +21,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_app import torchserve_config
+from serve_app.cli import hf_endpoints
+from serve_app.cli.container_model import (
+    MODEL,
+    Overrides,
+    check_port,
+    describe_model,
+    limit_keys,
+    merge,
+    model_keys,
+    owner_settings,
+    read_number,
+)
 from serve_app.cli.errors import StartError
-from serve_app.model_store.archive import SCRIPT_MODE
+from serve_app.model_store.archive import (
+    SCRIPT_MODE,
+    SCRIPTS,
+    has_scripts,
+    is_mlflow_model,
+)
+from serve_app.runtime import codeartifact
 
 PORT, RANGE, MULTI = "SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_SAFE_PORT_RANGE", "SAGEMAKER_MULTI_MODEL"
 BASE = "SAGEMAKER_BASE_DIR"
-MODEL = "model"  # the name of the only model
 _DEFAULT_PORT = "8080"  # where SageMaker connects by default
 _DEFAULT_BASE = "/opt/ml"
 _TIMEOUT, _WORKERS = "SAGEMAKER_MODEL_SERVER_TIMEOUT", "SAGEMAKER_MODEL_SERVER_WORKERS"
+_MLFLOW_TIMEOUT, _MLFLOW_WORKERS = "MLFLOW_SCORING_SERVER_REQUEST_TIMEOUT", "MLSERVER_INFER_WORKERS"
+_RAY_SERVE_APP = "SM_RAYSERVE_APP"
 _HANDLER, _LOG_LEVEL = "SAGEMAKER_HANDLER", "SAGEMAKER_CONTAINER_LOG_LEVEL"
+_PACKAGES = "CA_REPOSITORY_ARN"  # of the packages in requirements.txt
 _TOOLKIT = "sagemaker_pytorch_serving_container."  # whose handler is ours
 # The variables of TorchServe's settings of the only model, with the toolkit's defaults.
 _VERSION = {
@@ -38,25 +60,43 @@ _VERSION = {
     "maxBatchDelay": ("SAGEMAKER_TS_MAX_BATCH_DELAY", 100),
     "responseTimeout": ("SAGEMAKER_TS_RESPONSE_TIMEOUT", 60),
 }
-# The variables of pip, which reads none of them here, and the settings in their place.
-_PIP = {"PIP_EXTRA_INDEX_URL": "pip_extra_index_urls", "PIP_FIND_LINKS": "pip_find_links"}
 _LEVELS = ("DEBUG", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")  # by the tens of Python's numbers
 
-Overrides = dict[str, tuple[str, str]]
+VARIABLES = ("SAGEMAKER_", "TS_", _PACKAGES, _MLFLOW_TIMEOUT, _MLFLOW_WORKERS, "HF_")
+
+
+def is_present(environment: Mapping[str, str]) -> bool:
+    return is_multi_model(environment) or any(environment.get(name) for name in (BASE, PORT, RANGE))
+
+
+def describe(environment: Mapping[str, str]) -> str:
+    """Return the platform's name, and which models it serves."""
+    if is_multi_model(environment):
+        return "Amazon SageMaker, many models"
+    folder = _base(environment) / "model"
+    if url := _find_repository(environment):
+        return f"Amazon SageMaker, the repository {url}"
+    if has_scripts(folder / SCRIPTS):
+        return f"Amazon SageMaker, {SCRIPTS}/inference.py"
+    return f"Amazon SageMaker, {describe_model(folder, 'files for the default functions')}"
+
+
+def paths(environment: Mapping[str, str]) -> tuple[str, str]:
+    return "/ping", "/models/{model}/invoke" if is_multi_model(environment) else "/invocations"
 
 
 def overrides(environment: Mapping[str, str], text: str, where: str) -> Overrides:
-    """Return the keys that SageMaker sets, each with its value and origin; none outside SageMaker.
+    """Return the keys that SageMaker sets, each with its value and origin.
 
     ``text`` is the config.properties, which takes precedence for keys that SageMaker does not require. Raises
     StartError.
     """
-    multi, base = _is_multi_model(environment), environment.get(BASE)
+    multi, base = is_multi_model(environment), environment.get(BASE)
     port = environment.get(PORT) or (_DEFAULT_PORT if multi or base else None)
     required: Overrides = {}
     defaults: Overrides = {}
     if port:
-        address = f"http://0.0.0.0:{_port(port)}"
+        address = f"http://0.0.0.0:{int(check_port(PORT, port))}"
         required["inference_address"] = (address, PORT)
         if multi:
             required["management_address"] = (address, PORT)
@@ -80,39 +120,49 @@ def overrides(environment: Mapping[str, str], text: str, where: str) -> Override
         }
         if not multi:
             defaults["management_address"] = (f"http://127.0.0.1:{first + 3}", RANGE)
-    in_file = torchserve_config.parse(text, where)
-    return {**{key: value for key, value in defaults.items() if key not in in_file}, **required}
+    return merge(defaults, required, text, where)
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the settings without a key of TorchServe, by section; none outside SageMaker.
+    """Return the settings without a key of TorchServe, by section.
 
-    The models are code of the container's owner: they may run it, install any package and see every variable.
-    Raises StartError.
+    The models are code of the container's owner. Raises StartError.
     """
-    multi = _is_multi_model(environment)
-    if not (multi or environment.get(BASE) or environment.get(PORT)):
-        return {}
+    multi = is_multi_model(environment)
     made: dict[str, dict[str, Any]] = {"inference": {"ping": "ready"}}
+    if is_mlflow_model(_base(environment) / "model"):
+        made["inference"]["aliases"] = {"/health": "/ping"}  # of MLflow's scoring server
     if multi:
         made["control"] = {"external_eviction": True}
     if multi or environment.get(BASE):
-        made["store"] = {"trusted": ["*"]}
-        made["runtime"] = {
-            "handler_env_vars": ["*"],
-            "pip_allow_options": True,
-            "pip_allow_source_builds": True,
-            **{key: environment[name].split() for name, key in _PIP.items() if environment.get(name)},
-        }
-        if index := environment.get("PIP_INDEX_URL"):
-            made["runtime"]["pip_index_url"] = index
+        made |= owner_settings(environment)
+        if _find_repository(environment) and not hf_endpoints.trusts_code(environment):
+            made["store"] = {}
+        if task := environment.get(hf_endpoints.TASK):
+            made["store"]["default_task"] = task
+        if arn := environment.get(_PACKAGES):
+            try:
+                codeartifact.check_arn(arn)
+            except codeartifact.CodeArtifactError as error:
+                raise StartError(f"{_PACKAGES}: {error}") from None
+            made["runtime"]["pip_index_url"] = arn
     if _LOG_LEVEL in environment:
-        level = _number(environment, _LOG_LEVEL, 20, low=0)
+        level = read_number(environment, _LOG_LEVEL, 20, low=0)
         made["telemetry"] = {"log_level": _LEVELS[min(level // 10, len(_LEVELS) - 1)]}
     return made
 
 
-def _is_multi_model(environment: Mapping[str, str]) -> bool:
+def _base(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get(BASE) or _DEFAULT_BASE)
+
+
+def _find_repository(environment: Mapping[str, str]) -> str:
+    """Return the URL of the model of Hugging Face; empty where the base directory has the model."""
+    has_model = is_multi_model(environment) or hf_endpoints.has_files(_base(environment) / "model")
+    return "" if has_model else hf_endpoints.repository_url(environment)
+
+
+def is_multi_model(environment: Mapping[str, str]) -> bool:
     return environment.get(MULTI, "").lower() == "true"
 
 
@@ -121,49 +171,59 @@ def _model_defaults(environment: Mapping[str, str]) -> Overrides:
     handler = environment.get(_HANDLER, "")
     if not handler or handler.startswith(_TOOLKIT):
         handler = SCRIPT_MODE
+    file = Path(handler.partition(":")[0].removesuffix(".py") + ".py")
+    if file.is_absolute() and not file.is_file():
+        raise StartError(f"{_HANDLER}={handler}: there is no file {file}")
+    timeout, workers = _TIMEOUT, _WORKERS
+    if is_mlflow_model(_base(environment) / "model"):
+        timeout = _MLFLOW_TIMEOUT if environment.get(_MLFLOW_TIMEOUT) else timeout
+        workers = _MLFLOW_WORKERS if environment.get(_MLFLOW_WORKERS) else workers
     made = {
+        **limit_keys(environment, BASE),
         "enable_envvars_config": ("true", BASE),
         "install_py_dep_per_model": ("true", BASE),
         "decode_input_request": ("false", BASE),
         "default_service_handler": (handler, _HANDLER),
-        "default_response_timeout": (str(_number(environment, _TIMEOUT, 60)), _TIMEOUT),
+        "default_response_timeout": (str(read_number(environment, timeout, 60)), timeout),
     }
-    if environment.get(_WORKERS):
-        made["default_workers_per_model"] = (str(_number(environment, _WORKERS, 1)), _WORKERS)
+    if environment.get(workers):
+        made["default_workers_per_model"] = (str(read_number(environment, workers, 1)), workers)
     return made
 
 
 def _only_model(environment: Mapping[str, str], base: Path) -> Overrides:
     """Return the keys that load the model of the base directory: its archives, or the whole folder."""
     folder = base / "model"
-    if any(folder.glob("*.mar")):  # handlers of TorchServe, which get JSON decoded
-        return {
-            "model_store": (str(folder), BASE),
-            "load_models": ("all", BASE),
-            "decode_input_request": ("true", BASE),
-        }
-    made = {"model_store": (str(base), BASE), "load_models": (f"{MODEL}={folder}", BASE)}
+    if environment.get(_RAY_SERVE_APP) or _has_ray_serve_config(folder):
+        raise StartError(
+            f"{folder} is an application of AWS's Ray Serve container ({_RAY_SERVE_APP}, or applications in "
+            f"config.yaml): serve its model by {SCRIPTS}/inference.py, or by an archive; "
+            "docs/guides/coming-from.md has what replaces Ray Serve's classes"
+        )
+    if url := _find_repository(environment):
+        made = {"model_store": (str(base), BASE), "load_models": (f"{MODEL}={url}", hf_endpoints.MODEL_ID)}
+    else:
+        made = model_keys(folder, base, BASE)
+    if "decode_input_request" in made:  # archives, whose settings are their own
+        return made
     if any(variable in environment for variable, _ in _VERSION.values()):
-        version = {key: _number(environment, *variable) for key, variable in _VERSION.items()}
+        version = {key: read_number(environment, *variable) for key, variable in _VERSION.items()}
         if _VERSION["minWorkers"][0] not in environment:
-            version["minWorkers"] = _number(environment, _WORKERS, 1)
+            version["minWorkers"] = read_number(environment, _WORKERS, 1)
         version["maxWorkers"] = max(version["minWorkers"], version["maxWorkers"])
         made["models"] = (json.dumps({MODEL: {"1.0": {"defaultVersion": True, **version}}}), "SAGEMAKER_TS_…")
     return made
 
 
-def _number(environment: Mapping[str, str], variable: str, default: int, low: int = 1) -> int:
-    """Return a variable's whole number; the default where it is not set or empty."""
-    value = environment.get(variable) or str(default)
-    if not value.isdecimal() or int(value) < low:
-        raise StartError(f"{variable}={value}: it is a whole number from {low}")
-    return int(value)
-
-
-def _port(value: str) -> int:
-    if not value.isdecimal() or not 0 < int(value) < 65536:
-        raise StartError(f"{PORT}={value}: it is a port from 1 to 65535")
-    return int(value)
+def _has_ray_serve_config(folder: Path) -> bool:
+    """Return whether a folder without a script has a configuration of Ray Serve."""
+    if has_scripts(folder / SCRIPTS):
+        return False
+    try:
+        text = (folder / "config.yaml").read_text(errors="replace")
+    except OSError:
+        return False
+    return re.search(r"^applications\s*:", text, re.MULTILINE) is not None
 
 
 def _first_port(value: str) -> int:
