@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
+import re
+import shlex
+import shutil
 import signal
 import ssl
 import subprocess
@@ -18,19 +23,28 @@ from pathlib import Path
 import psutil
 import yaml
 
-from serve_app.cli import haproxy_runtime, haproxy_tls, server_ports
+from serve_app.cli import haproxy_runtime, haproxy_tls, health, server_ports
 from serve_app.cli.errors import StartError
 from serve_app.cli.process_status import CHECK_PERIOD, environment, is_alive, wait_for_end
 from serve_app.client import NO_RETRIES, Client
 from serve_app.errors import ConfigurationError
+from serve_app.model_store.sources import list_entries
 from serve_app.net import private_files, tls
-from serve_app.net.bind import describe_port_owner
-from serve_app.settings import INFERENCE_HOST, Settings, load
+from serve_app.net.bind import describe_process, find_port_owner
+from serve_app.settings import INFERENCE_HOST, MIB, Settings, load
 
+# A line of the log, which names the actor that wrote it.
+_START_FAILURE = re.compile(
+    r"(?P<source>(?:^\(\S+ pid=\d+\) )?)(?P<name>(?:Management|Gateway) cannot start: )(?P<error>.*)"
+)
+_MAX_SEARCHED_BYTES = 1 << 20  # at the end of the log
 _STOP_TIMEOUT = 3.0  # seconds for a clean end, before the rest is killed
 _PORT_RELEASE_TIMEOUT = 3.0  # seconds in which the sockets of a killed process must be closed
+_MIN_FREE_MIB = 32  # of the state's disk: a full one lets the start wait for its timeout
 _RAY_PROCESSES = ("raylet", "gcs_server")  # without either, the controller is gone and nothing can start
 _RUN_ID = "TORCHRELAY_RUN"  # in the environment of every process of one start, daemons included
+_RUN = re.compile(r"(?P<id>[0-9a-f]{32}) (?P<session>\d+)")  # the content of server.run
+_STOP = "TORCHRELAY_STOP"  # likewise: the command that ends them
 
 # The program that adds our limits and TLS to HAProxy; an environment file of an older release lacks it.
 _HAPROXY_CALLBACK = (
@@ -93,6 +107,8 @@ class ServerProcess:
         self._plain_port: int | None = None
         self._release_ports: Callable[[], object] = lambda: None  # HAProxy's, which are claimed until then
         self._process: subprocess.Popen[bytes] | None = None
+        self._interrupts = 0  # signals that ask for the end, received so far
+        self._is_creating = False  # its first process, which a signal must not leave unknown
         self.cause = ""  # of an end that was not requested, after ``wait``
 
     @property
@@ -179,7 +195,9 @@ class ServerProcess:
         if self.processes():
             raise StartError(f"a server of {self.settings.state_dir} is running; `torchrelay stop` ends it")
         self._check_keys(env)
+        self._check_model_store()
         self._check_ports(env)
+        self._check_state_dir()
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
             env.setdefault(*_HAPROXY_CALLBACK)
             self._release_ports()
@@ -192,10 +210,10 @@ class ServerProcess:
             # that.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         env[_RUN_ID] = run_id = uuid.uuid4().hex
+        env[_STOP] = f"cd {shlex.quote(os.getcwd())} && torchrelay stop {shlex.quote(str(self.config))}"
         env[INFERENCE_HOST] = self._http[0]
         env["PYTHONUNBUFFERED"] = "1"
         try:
-            private_files.make_private_directory(self.settings.state_dir)
             directory = private_files.get_ray_directory()
         except OSError as error:
             raise StartError(str(error)) from None
@@ -204,16 +222,29 @@ class ServerProcess:
         private_files.restrict_ray_token(env.get("RAY_AUTH_TOKEN_PATH", ""))
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._stop_file.unlink(missing_ok=True)
+        health.write_address(self.local)
         if "RAY_ADDRESS" in env:
             command = [str(Path(sys.executable).parent / "serve"), "run", str(config)]
         else:
             command = [sys.executable, "-m", "serve_app.deployments.ray_internals.head_node", str(config)]
             if dashboard:
                 command.append("--dashboard")
-        with self.log.open("wb") as log:
+        with contextlib.suppress(FileNotFoundError):  # it may have the cause of the end before this start
+            os.replace(self.log, f"{self.log}.1")
+        self._is_creating = True
+        try:
+            self._process = self._create_process(command, env)
+            self._run_file.write_text(f"{run_id} {self._process.pid}")
+        finally:
+            self._is_creating = False
+        if self._interrupts:
+            raise KeyboardInterrupt
+
+    def _create_process(self, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:  # appended to, so that it may be truncated
             # A session of its own: Ctrl-C in the terminal reaches only this process, which stops the server
             # in order.
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -221,7 +252,6 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._run_file.write_text(f"{run_id} {self._process.pid}")
 
     def show_log(self) -> None:
         """Copy the log of this start to standard output, in a thread that ends with this process."""
@@ -249,18 +279,14 @@ class ServerProcess:
             time.sleep(0.1)
 
     def wait(self) -> int:
-        """Wait until the server ends; Ctrl-C and SIGTERM stop it.
+        """Wait until the server ends; Ctrl-C, SIGTERM and SIGHUP stop it, twice without a wait.
 
         The end of the first process, of the raylet or of the GCS ends the server, and the rest is stopped, so
         that a service manager can start it again. Without the raylet requests are answered for a while, but
         no replica can be replaced. Return the exit code, which is 0 after ``stop`` in any process.
         """
         assert self._process is not None
-
-        def interrupt(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        signal.signal(signal.SIGTERM, interrupt)
+        self.interrupt_on_signals()
         try:
             code = self._wait_for_death()
             if self._stop_file.exists():
@@ -270,6 +296,24 @@ class ServerProcess:
         except KeyboardInterrupt:
             self.stop()
             return 0
+
+    def interrupt_on_signals(self) -> None:
+        """Raise KeyboardInterrupt at Ctrl-C, at SIGTERM, and at SIGHUP unless it is ignored.
+
+        A start that a service manager, a container engine or a closed terminal ends must leave no process.
+        The second signal raises nothing, because it may arrive while the first one stops the server: ``stop``
+        then does not wait. While ``start`` creates the first process, none raises; it does so at the end.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as of nohup
+                signal.signal(number, self._interrupt)
+
+    def _interrupt(self, *_: object) -> None:
+        self._interrupts += 1
+        if self._interrupts != 2 and not self._is_creating:
+            raise KeyboardInterrupt
 
     def _wait_for_death(self) -> int:
         """Wait until the first process, the raylet or the GCS has ended; return the first's code, else 1."""
@@ -301,7 +345,8 @@ class ServerProcess:
             haproxy_runtime.remove_folder(self.settings.state_dir)
             self._reap()
             return False
-        self._stop_file.touch()
+        with contextlib.suppress(OSError):  # of a full disk: the exit code will be another one
+            self._stop_file.touch()
         self._end_processes()
         return True
 
@@ -314,7 +359,7 @@ class ServerProcess:
         with contextlib.suppress(psutil.Error):
             first.send_signal(signal.SIGINT)
         deadline = time.monotonic() + _STOP_TIMEOUT
-        while time.monotonic() < deadline and is_alive(first):
+        while self._interrupts < 2 and time.monotonic() < deadline and is_alive(first):
             if self._process is not None:
                 self._process.poll()
             time.sleep(0.05)
@@ -326,6 +371,10 @@ class ServerProcess:
             psutil.wait_procs(remaining, timeout=1)
         if self._process is not None:
             self._process.wait()
+        with contextlib.suppress(OSError):  # the file system may have become read-only
+            self._remove_run_files()
+
+    def _remove_run_files(self) -> None:
         self._run_file.unlink(missing_ok=True)
         haproxy_runtime.remove_folder(self.settings.state_dir)
         if self.settings.key_run_file.exists():  # the keys were made for the server that has just ended
@@ -344,25 +393,50 @@ class ServerProcess:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
             return f"no log at {self.log}"
-        return "\n".join(lines[-count:]) + f"\nThe whole log: {self.log}"
+        failure = _find_start_failure(lines)
+        shown = [*([failure] if failure else []), *lines[-count:]]
+        return "\n".join(shown) + f"\nThe whole log: {self.log}"
+
+    def find_start_failure(self) -> str:
+        """Return why Management or a gateway cannot start, as logged last; empty where none has failed."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _MAX_SEARCHED_BYTES))
+                return _find_start_failure(log.read().decode(errors="replace").splitlines())
+        except OSError:
+            return ""
 
     def processes(self) -> list[psutil.Process]:
-        """Return the live processes of this server: those with its run id or in its session."""
+        """Return the live processes of this server: those with its run id, and others of its session.
+
+        The session counts only where one of its processes has the run id: after a crash of the machine its
+        number may be that of another one.
+        """
         try:
-            run_id, session = self._run_file.read_text().split()
-        except (OSError, ValueError):
+            run = _RUN.fullmatch(self._run_file.read_text())
+        except OSError:
             return []
-        processes = []
+        if run is None:
+            return []
+        processes, others, is_our_session = [], [], False
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                if os.getsid(process.pid) == int(session) or run_id in environment(process):
+                is_member = os.getsid(process.pid) == int(run["session"])
+                if f"{_RUN_ID}={run['id']}" in environment(process):
                     processes.append(process)
-        return processes
+                    is_our_session |= is_member
+                elif is_member:
+                    others.append(process)
+        return processes + others if is_our_session else processes
 
     def _setting_name(self, key: str) -> str:
-        return self._setting_names.get(key) or f"{key} in {self.config}"
+        if key in self._setting_names:
+            return self._setting_names[key]
+        if self.config.parent == Path(__file__).parent:  # the next installation replaces it
+            return f"{key} in a copy of {self.config}, and start with it: `torchrelay start COPY`"
+        return f"{key} in {self.config}"
 
     def _terminate_tls(self, env: dict[str, str]) -> Path:
         """Configure HAProxy for TLS, where it is the proxy; return the configuration for `serve run`."""
@@ -393,6 +467,36 @@ class ServerProcess:
         except ConfigurationError as error:
             raise StartError(f"{self.config}: {error}") from None
 
+    def _check_model_store(self) -> None:
+        """Check that the first start can read the model store. Raises StartError.
+
+        Later ones serve what is registered.
+        """
+        if self.settings.control.load_models == "all" and not self.log.parent.exists():
+            try:
+                list_entries(self.settings.model_store)
+            except ConfigurationError as error:
+                raise StartError(str(error)) from None
+
+    def _check_state_dir(self) -> None:
+        """Create the state's folder, and check it. Raises StartError."""
+        state, user = self.settings.state_dir, f"the user {os.getuid()}"
+        try:
+            private_files.make_private_directory(state)
+            free = shutil.disk_usage(state).free
+        except OSError as error:
+            raise StartError(
+                f"{state} cannot be created: {error.strerror}; let {user} write there, or change "
+                f"{self._setting_name('control.state_dir')}"
+            ) from None
+        if not os.access(state, os.W_OK | os.X_OK):
+            raise StartError(f"{state} is not writable for {user}; change its owner or its mode")
+        if free < _MIN_FREE_MIB * MIB:
+            raise StartError(
+                f"{state}: its disk has {free // MIB} MiB left, and the server needs {_MIN_FREE_MIB}; free "
+                f"space there, or change {self._setting_name('control.state_dir')}"
+            )
+
     def _check_ports(self, env: dict[str, str]) -> None:
         ports = server_ports.list_ports(self._http, self.settings, self._setting_name)
         if env.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
@@ -401,10 +505,36 @@ class ServerProcess:
         for port, (host, setting) in ports.items():
             deadline = time.monotonic() + _PORT_RELEASE_TIMEOUT
             while (error := server_ports.bind_error(host, port)) is not None:
-                owner = describe_port_owner(port)
-                if owner or time.monotonic() > deadline:
-                    raise StartError(f"Port {port}: {error}{owner}. End that process, or change {setting}.")
+                owner, is_in_use = find_port_owner(port), error.errno == errno.EADDRINUSE
+                if owner or not is_in_use or time.monotonic() > deadline:
+                    remedy = (
+                        f"{_describe_end(owner)}, or change {setting}" if is_in_use else f"Change {setting}"
+                    )
+                    raise StartError(f"Port {port}: {error.strerror}{describe_process(owner)}. {remedy}.")
                 time.sleep(0.1)
+
+
+def _find_start_failure(lines: list[str]) -> str:
+    """Return the last report of ``telemetry.logs.report_start_failure``; of a traceback its last line."""
+    for number in range(len(lines) - 1, -1, -1):
+        if match := _START_FAILURE.search(lines[number]):
+            if not match["error"].startswith("Traceback"):
+                return match["name"] + match["error"]
+            traceback = itertools.takewhile(
+                lambda line: line.startswith(match["source"]), lines[number + 1 :]
+            )
+            causes = [line[len(match["source"]) :] for line in traceback]
+            return match["name"] + next((c for c in causes if c[:1].strip()), match["error"])
+    return ""
+
+
+def _describe_end(process: psutil.Process | None) -> str:
+    """Return how to end the process; one of another server of Torchrelay ends with that server."""
+    with contextlib.suppress(psutil.Error, OSError):
+        entries = environment(process).split("\0") if process is not None else ()
+        if command := next((e.partition("=")[2] for e in entries if e.startswith(f"{_STOP}=")), ""):
+            return f"End that server of Torchrelay by `{command}`"
+    return "End that process"
 
 
 def _address(host: str, port: int, secure: bool = False) -> str:
@@ -417,11 +547,13 @@ def _authority(host: str, port: int) -> str:
 
 
 def _copy_to_stdout(file: Path) -> None:
-    """Copy a file that grows, without an end."""
+    """Copy a file that grows, without an end; one that is shorter than before was rotated."""
     with file.open("rb") as log:
         while True:
             if data := log.read(1 << 16):
                 sys.stdout.buffer.write(data)
                 sys.stdout.flush()
             else:
+                if os.fstat(log.fileno()).st_size < log.tell():
+                    log.seek(0)
                 time.sleep(0.2)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +21,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from serve_app.cli.app import app
+from serve_app.cli.dev_server import DevServer
 from serve_app.cli.errors import StartError
 from serve_app.cli.server_process import ServerProcess
 from tests.support.ports import free_port
@@ -63,6 +69,29 @@ def test_inference_port_in_use(start, taken: int, tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
+def test_a_port_of_another_server(start, tmp_path: Path) -> None:
+    """The process that listens on the port has the variables of a server that was started elsewhere."""
+    stop = "cd /srv && torchrelay stop /srv/app.yaml"
+    program = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1]); input()"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TORCHRELAY_STOP": stop},
+    ) as other:
+        port = int(other.stdout.readline())
+        result = start(port=port, management={"port": free_port(), "metrics_port": free_port()})
+        other.communicate(b"\n")
+    assert f"by pid {other.pid} (" in result.stderr
+    assert f"End that server of Torchrelay by `{stop}`, or change http_options.port in" in result.stderr
+
+
+def test_a_port_that_does_not_exist(start) -> None:
+    result = start(port=99_999, management={"port": free_port(), "metrics_port": free_port()})
+    assert result.exit_code == 1
+    assert "Port 99999: a port is at most 65535. Change http_options.port in " in result.stderr
+
+
 @pytest.mark.parametrize("setting", ["port", "metrics_port"])
 def test_management_port_in_use(start, taken: int, setting: str) -> None:
     ports = {"port": free_port(), "metrics_port": free_port(), setting: taken}
@@ -89,6 +118,15 @@ def test_ray_port_in_use(start, taken: int, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert f"Port {taken}: " in result.stderr
     assert f"change RAY_SERVE_HAPROXY_STATS_PORT in {tmp_path / 'serve.env'}." in result.stderr
+
+
+def test_a_model_store_that_is_no_folder(start, tmp_path: Path) -> None:
+    (tmp_path / "model_store").write_text("an archive?")
+    result = start(management={"port": free_port(), "metrics_port": free_port()})
+    assert result.exit_code == 1
+    expected = f"model store {tmp_path / 'model_store'}: it is a file; set store.model_store to a folder"
+    assert expected in result.stderr
+    assert not (tmp_path / "state").exists()
 
 
 def test_an_unknown_setting(start, tmp_path: Path) -> None:
@@ -128,6 +166,46 @@ def test_missing_certificate(start, tmp_path: Path) -> None:
     assert "no.pem: No such file or directory; name a file that the server's user can read" in result.stderr
 
 
+@pytest.fixture
+def left_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Provide a function that starts a process, which server.run of this folder names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "state").mkdir()
+    with contextlib.ExitStack() as processes:
+
+        def run(run_id: str, **variables: str) -> subprocess.Popen:
+            process = subprocess.Popen(
+                ["sleep", "60"], env={**os.environ, **variables}, start_new_session=True
+            )
+            processes.callback(process.wait)
+            processes.callback(process.kill)
+            (tmp_path / "state/server.run").write_text(f"{run_id} {process.pid}")
+            return process
+
+        yield run
+
+
+def test_stop_ends_the_server_of_the_default_configuration(left_running) -> None:
+    """`torchrelay serve` has left its configuration in the same folder."""
+    assert DevServer(free_port()).create().config.is_file()
+    run_id = uuid.uuid4().hex
+    process = left_running(run_id, TORCHRELAY_RUN=run_id)
+    result = CliRunner().invoke(app, ["stop"])
+    assert (result.exit_code, result.stdout) == (0, "Torchrelay has stopped.\n")
+    assert process.wait(10) == -signal.SIGINT
+
+
+@pytest.mark.parametrize("damage", ["", " damaged"])
+def test_stop_leaves_a_process_of_another_session_alone(left_running, damage: str) -> None:
+    """server.run is damaged, or its session has another process's number since the machine has crashed."""
+    process = left_running(uuid.uuid4().hex + damage)
+    result = CliRunner().invoke(app, ["stop"])
+    assert (result.exit_code, result.stdout) == (0, "Torchrelay is not running here.\n")
+    assert process.poll() is None
+
+
 def test_invalid_line_in_the_environment_file(start, tmp_path: Path) -> None:
     number = len((ROOT / "configs/serve.env").read_text().splitlines()) + 1
     result = start(line="RAY_SERVE_ENABLE_HA_PROXY 1\n")
@@ -161,14 +239,16 @@ def test_brackets_in_errors_are_printed_literally(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def sigterm_handler() -> Iterator[None]:
-    """Restore the handler that ``ServerProcess.wait`` replaces."""
-    handler = signal.getsignal(signal.SIGTERM)
+def signal_handlers() -> Iterator[None]:
+    """Restore the handlers that ``ServerProcess.wait`` replaces."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
     yield
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("sigterm_handler")
+@pytest.mark.usefixtures("signal_handlers")
 @pytest.mark.slow
 def test_a_server_that_another_process_stops_has_not_failed(tmp_path: Path) -> None:
     server = Server(tmp_path)
@@ -180,7 +260,7 @@ def test_a_server_that_another_process_stops_has_not_failed(tmp_path: Path) -> N
     server.close()
 
 
-@pytest.mark.usefixtures("sigterm_handler")
+@pytest.mark.usefixtures("signal_handlers")
 def test_a_server_that_is_killed_has_failed(tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.process.start()
@@ -190,7 +270,7 @@ def test_a_server_that_is_killed_has_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("raylet", marks=pytest.mark.nightly), "gcs_server"])
-@pytest.mark.usefixtures("sigterm_handler")
+@pytest.mark.usefixtures("signal_handlers")
 @pytest.mark.slow
 def test_the_end_of_a_process_of_ray_ends_the_server_and_leaves_no_process(tmp_path: Path, name: str) -> None:
     server = Server(tmp_path)
@@ -240,3 +320,81 @@ def test_killed_server_is_reaped_by_stop(tmp_path: Path) -> None:
     assert server.process.stop() is False, "there was nothing to end"
     assert not psutil.pid_exists(pid)
     server.close()
+
+
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]]
+)
+def test_a_start_that_a_signal_ends_leaves_no_process_and_keeps_the_log(
+    tmp_path: Path, signals: list[signal.Signals]
+) -> None:
+    """The first process is a script that ignores the first request to end."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin/serve"
+    script.write_text("#!/bin/sh\ntrap '' INT TERM\necho script $$\nwhile :; do sleep 0.1; done\n")
+    script.chmod(0o700)
+    document = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
+    document["http_options"]["port"] = free_port()
+    closed = {"grpc": {"port": 0, "management_port": 0}, "management": {"port": 0, "metrics_port": 0}}
+    document["applications"][0]["args"] = {"home": str(tmp_path), **closed}
+    (tmp_path / "app.yaml").write_text(yaml.safe_dump(document))
+    (tmp_path / "serve.env").write_text("RAY_SERVE_ENABLE_HA_PROXY=0\n")
+    (tmp_path / "model_store").mkdir()
+    program = (
+        f"import sys; sys.executable = {str(tmp_path / 'bin/python')!r}; from serve_app.cli.app import app; "
+        "app(['start', 'app.yaml', '--env', 'serve.env'])"
+    )
+    log, written = tmp_path / "state/logs/server.log", []
+    for _ in range(2):
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            env={**os.environ, "RAY_ADDRESS": "none"},
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
+        ) as start:
+            assert start.stdout is not None
+            while not log.exists() or "script" not in log.read_text() or log.read_text() in written:
+                assert start.poll() is None
+                time.sleep(0.01)
+            written.append(log.read_text())
+            for number in signals:
+                start.send_signal(number)
+                if start.stdout is not None:
+                    assert start.stdout.readline() in ("Stopping …\n", "")
+            assert start.wait(60) == 130
+        pid = int(written[-1].split()[1])
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert (log.read_text(), Path(f"{log}.1").read_text()) == (written[1], written[0])
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("(ServeReplica:a pid=1) ready\n", ""),
+        (
+            "(x:Management pid=1) Management cannot start: control.database_url: damaged\nother\n",
+            "Management cannot start: control.database_url: damaged",
+        ),
+        (
+            "(G pid=7) Gateway cannot start: Traceback (most recent call last):\n(M pid=8) later\n",
+            "Gateway cannot start: Traceback (most recent call last):",
+        ),
+        (
+            "(G pid=7) Gateway cannot start: Traceback (most recent call last):\n(G pid=7)   File x, line 1\n"
+            "(G pid=7)     call()\n(G pid=7) ValueError: no\n(G pid=7) more\n",
+            "Gateway cannot start: ValueError: no",
+        ),
+    ],
+)
+def test_the_log_has_the_reason_of_a_failed_start(tmp_path: Path, log: str, expected: str) -> None:
+    document = yaml.safe_load((ROOT / "configs/app.yaml").read_text())
+    document["applications"][0]["args"] = {"home": str(tmp_path)}
+    (tmp_path / "app.yaml").write_text(yaml.safe_dump(document))
+    server = ServerProcess(tmp_path / "app.yaml", ROOT / "configs/serve.env")
+    assert server.find_start_failure() == "", "there is no log"
+    server.log.parent.mkdir(parents=True)
+    server.log.write_text(log + "line\n" * 100)
+    assert server.find_start_failure() == expected
+    assert server.last_lines(3).splitlines()[: 1 if expected else 0] == ([expected] if expected else [])
