@@ -11,13 +11,16 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from serve_app import __version__
+from serve_app.cli import health as health_check
 from serve_app.cli import progress
 from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, Inference, ManagementUrl, Token
 from serve_app.cli.commands.adapters import adapters_app
+from serve_app.cli.commands.apply import apply
 from serve_app.cli.commands.archive import archive
 from serve_app.cli.commands.audit import audit
 from serve_app.cli.commands.batch import batch
 from serve_app.cli.commands.bench import bench
+from serve_app.cli.commands.conformance import conformance
 from serve_app.cli.commands.console import console as console_command
 from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.drift import drift
@@ -31,6 +34,7 @@ from serve_app.cli.commands.optimize import optimize
 from serve_app.cli.commands.rollout import rollout_app
 from serve_app.cli.commands.serve import serve
 from serve_app.cli.commands.shadow import shadow
+from serve_app.cli.commands.top import top
 from serve_app.cli.commands.traffic import traffic
 from serve_app.cli.commands.tune import tune
 from serve_app.cli.commands.workflow import workflow_app
@@ -130,18 +134,20 @@ def start(
     )
     try:
         server = _server(config, env, flags)
+        server.interrupt_on_signals()
         server.start(detached=detach, dashboard=dashboard)
         if foreground:
             server.show_log()
         progress.wait_until_ready(server, console, timeout)
+        progress.print_addresses(server, console, example, dashboard)
     except StartError as error:
-        errors.print("[red]Torchrelay did not start.[/red]", escape(str(error)), highlight=False)
+        message = f"[red]Torchrelay did not start.[/red] {escape(str(error))}"
+        errors.print(message, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         console.print("Stopping …")
         server.stop()
         raise typer.Exit(130) from None
-    progress.print_addresses(server, console, example, dashboard)
     if detach:
         return
     code = server.wait()
@@ -181,9 +187,10 @@ def stop(
 ) -> None:
     """Stop the server that `torchrelay start` left running here."""
     if config is None:
+        started = _CONFIG if _CONFIG.is_file() else default_config(_CONFIG.name)
         generated = [state_dir(os.environ, Path.cwd(), fresh) / "app.yaml" for fresh in (False, True)]
         generated.append(Path(DEV_CONFIG))
-        configs = [path for path in (_CONFIG, *generated) if path.is_file()] or [default_config(_CONFIG.name)]
+        configs = [path for path in (started, *generated) if path.is_file()]
     else:
         configs = [config]
     try:
@@ -210,6 +217,19 @@ def status(
         raise typer.Exit(2)
 
 
+@app.command()
+def health(
+    address: Annotated[
+        str, typer.Argument(help="The inference address; by default of the server that was started here.")
+    ] = "",
+) -> None:
+    """Check that a server is live, as the image's HEALTHCHECK does; the exit code is 1 where it is not.
+
+    Without an address this follows the configuration of the server that runs in the container.
+    """
+    raise typer.Exit(health_check.run(address))
+
+
 app.command("serve")(serve)
 app.command("new")(new)
 app.command("bench")(bench)
@@ -226,7 +246,10 @@ app.command("drift")(drift)
 app.command("audit")(audit)
 app.command("console")(console_command)
 app.command("doctor")(doctor)
+app.command("conformance")(conformance)
 app.command("batch")(batch)
+app.command("top")(top)
+app.command("apply")(apply)
 
 
 @app.command()

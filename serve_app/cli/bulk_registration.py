@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from serve_app.cli.store_copy import add_to_store
+from serve_app.cli.store_copy import stored_copy
 from serve_app.client import Client, ConflictError, ServerError, TransportError
 from serve_app.model_store.archive import is_model_folder
 
@@ -76,7 +76,8 @@ class BulkRegistration:
 
     def _register(self, url: str) -> Outcome:
         try:
-            self._client.register(add_to_store(url, self._model_store), **self._parameters)
+            with stored_copy(url, self._model_store) as stored:
+                self._client.register(stored, **self._parameters)
         except ConflictError as error:
             if error.reason == "version_exists":
                 return Outcome(url, "skipped")

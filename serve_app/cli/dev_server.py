@@ -43,7 +43,9 @@ class DevServer:
             self._config.write_text(yaml.safe_dump(self._document(), sort_keys=False))
         except OSError as error:
             raise StartError(f"{error.filename}: {error.strerror}; start it in a writable folder") from None
-        return ServerProcess(self._config, default_config("serve.env"), {"http_options.port": "--port"})
+        ports = ("management.port", "management.metrics_port", "grpc.port", "grpc.management_port")
+        names = dict.fromkeys(("http_options.port", *ports), "--port")
+        return ServerProcess(self._config, default_config("serve.env"), names)
 
     def _document(self) -> dict[str, Any]:
         document: dict[str, Any] = yaml.safe_load(default_config("app.yaml").read_text())
@@ -52,6 +54,7 @@ class DevServer:
         args["home"] = str(self.home)
         args["store"] = {"model_store": "model_store"}
         args["control"] = {"state_dir": "state", "load_models": "none", "enable_model_api": True}
+        args["inference"] = {"handler_errors": "traceback"}  # for the author, who is the only client
         args["telemetry"] = {"log_dir": str(self.home / "logs"), "metrics_dir": str(self.home / "logs")}
         if self._port != _DEFAULT_PORT:
             args["management"] |= {"port": self._port + 1, "metrics_port": self._port + 2}

@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from handlers import extras
-from serve_app.cli import server_ports
+from serve_app.cli import progress, server_ports
+from serve_app.cli.api_client import key_file
+from serve_app.cli.torchserve_flags import default_config
+from serve_app.client import NO_RETRIES, Client, ServerError, TransportError
 from serve_app.settings import MIB, Settings
 
 State = Literal["ok", "absent", "warning", "failed"]
@@ -36,6 +39,7 @@ _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?(?P<rest>.*)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w.-]+)['\"]")
 # Packages that share a folder with those of an extra.
 _EXCLUDED = {"onnx": ("onnxruntime-gpu",), "gpu": ("onnxruntime",)}
+_FOR_GPUS = ("gpu", "mii")  # extras that make a machine without one slower, or do not run there
 _GPU_QUERY = "index,name,driver_version,memory.total,memory.free"
 
 _TORCH_PROBE = """
@@ -79,12 +83,14 @@ def check_machine(
     """Yield the checks of this machine for a server with these settings."""
     yield from check_python()
     yield from check_constraints(find_constraints())
+    yield from list_configurations()
     yield from check_extras()
     yield from (gpus := check_gpus(env))
     yield from check_engines(sum(gpu.state == "ok" for gpu in gpus))
     yield from check_compilers(env)
     yield from check_codecs()
     yield from check_ports(http, settings)
+    yield from check_models(settings)
     yield from check_limits()
     yield from check_disks(settings.state_dir)
     yield from check_ray(env)
@@ -113,6 +119,8 @@ def check_extras() -> Iterator[MachineCheck]:
         fix = f"pip install 'torchrelay[{extra}]'"
         if other := next((o for o in _EXCLUDED.get(extra, ()) if _version(o) is not None), None):
             fix = f"pip uninstall {other}; {fix}"
+        if extra in _FOR_GPUS:
+            fix = f"for NVIDIA GPUs: {fix}"
         yield MachineCheck("extras", extra, state, f"missing: {', '.join(missing)}", fix)
     both = [name for name in ("onnxruntime", "onnxruntime-gpu") if _version(name) is not None]
     if len(both) > 1:
@@ -136,18 +144,20 @@ def _extra_requirements() -> dict[str, list[str]]:
     return names
 
 
-def find_constraints() -> Path | None:
-    """Return the constraints.txt of the working directory or of the checkout; None without one."""
-    folders = (Path.cwd(), Path(__file__).parents[2])
-    return next((file for f in folders if (file := f / "constraints.txt").is_file()), None)
+def list_configurations() -> Iterator[MachineCheck]:
+    """Name the files to copy from: a server's configuration, every setting, every key of a model."""
+    for name in ("app.yaml", "settings.yaml", "models/model-config.yaml"):
+        yield MachineCheck("configs", Path(name).name, "ok", str(default_config(name)))
 
 
-def check_constraints(file: Path | None) -> Iterator[MachineCheck]:
+def find_constraints() -> Path:
+    """Return the constraints.txt of the checkout, or the installed one."""
+    checkout = Path(__file__).parents[2] / "constraints.txt"
+    return checkout if checkout.is_file() else Path(__file__).with_name("constraints.txt")
+
+
+def check_constraints(file: Path) -> Iterator[MachineCheck]:
     """Compare the installed versions with the pinned ones of ``file``."""
-    if file is None:
-        fix = "download constraints.txt of this release, and run the command in its folder"
-        yield MachineCheck("system", "versions", "absent", "no constraints.txt to compare with", fix)
-        return
     pinned: dict[str, set[str]] = {}
     for line in file.read_text().splitlines():
         name, equals, rest = line.partition("#")[0].partition("==")
@@ -289,7 +299,34 @@ def check_ports(http: tuple[str, int], settings: Settings) -> Iterator[MachineCh
             yield MachineCheck("ports", str(port), "ok", f"used by a running server{owner}")
         else:
             fix = f"end that process, or change {setting}"
-            yield MachineCheck("ports", str(port), "failed", f"{error}{owner}", fix)
+            yield MachineCheck("ports", str(port), "failed", f"{error.strerror}{owner}", fix)
+
+
+def check_models(settings: Settings) -> Iterator[MachineCheck]:
+    """Yield the versions of a running server that have fewer replicas than they should have."""
+    port = settings.management.port
+    if not port or server_ports.bind_error("127.0.0.1", port) is None:
+        return
+    address = f"http{'s' if settings.management.certificate_file else ''}://127.0.0.1:{port}"
+    try:
+        with Client(address, address, 5.0, key_file=key_file(address), retries=NO_RETRIES) as client:
+            described = [each for model in client.models() for each in client.describe(model["modelName"])]
+            failed = progress.list_failed_loads(client, {each["modelName"] for each in described})
+    except (ServerError, TransportError) as error:
+        yield MachineCheck("models", address, "absent", "not shown", str(error))
+        return
+    except (ValueError, LookupError, TypeError):
+        fix = f"end the process on port {port}, or change management.port"
+        yield MachineCheck("models", address, "absent", "no management API responds there", fix)
+        return
+    for version in described:
+        if problem := progress.find_problem(version):
+            ready = sum(worker["status"] == "READY" for worker in version["workers"])
+            found = f"{ready} of {version['minWorkers']} replicas"
+            name = f"{version['modelName']} {version['modelVersion']}"
+            yield MachineCheck("models", name, "warning", found, problem)
+    for event in failed:
+        yield MachineCheck("models", event["model"], "warning", "not loaded", event["details"]["message"])
 
 
 def _port_owner(port: int) -> tuple[str, bool]:
@@ -360,7 +397,9 @@ def _processors() -> str:
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return f"{usable}, {int(quota) / int(period):g} by the cgroup"
-    return str(usable)
+    limit = _cgroup_number("cpu/cpu.cfs_quota_us") or -1  # of the first version; -1 without a limit
+    share = limit / (_cgroup_number("cpu/cpu.cfs_period_us") or 100_000)
+    return f"{usable}, {share:g} by the cgroup" if share > 0 else str(usable)
 
 
 def _cgroup_number(*names: str) -> int | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 import uuid
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -27,26 +29,65 @@ _DASHBOARD = "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that 
 def version_table(client: Client) -> Table:
     """Return a table of every version of every model, with its replicas."""
     table = Table("model", "version", "replicas", "state", "archive")
-    for model in client.models():
+    models = client.models()
+    for model in models:
         for version in client.describe(model["modelName"]):
             running = sum(worker["status"] == "READY" for worker in version["workers"])
             min_workers, max_workers = version["minWorkers"], version["maxWorkers"]
-            last_error = version.get("lastError")
-            if min_workers == max_workers == 0 and not version.get("pool"):
-                state = "no workers"
-            elif last_error and not running:
-                state = "[red]failed"
-            elif not min_workers and not running:
-                state = "[green]idle"
-            else:
-                state = "[green]ready" if running >= min_workers else "[yellow]loading"
+            state = describe_state(version)
             count = f"{running} of {min_workers}" + (
                 f" to {max_workers}" if max_workers > min_workers else ""
             )
             table.add_row(model["modelName"], version["modelVersion"], count, state, version["modelUrl"])
-            if last_error and running < min_workers:
-                table.add_row("", "", "", Text(last_error.strip().splitlines()[-1], style="red"), "")
+            if problem := find_problem(version):
+                table.add_row("", "", "", Text(problem, style="red"), "")
+    for event in list_failed_loads(client, {model["modelName"] for model in models}):
+        details = event["details"]
+        when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        state = f"[red]not loaded {when}"
+        table.add_row(event["model"], event["version"], "", state, details.get("url", ""))
+        table.add_row("", "", "", Text(details["message"], style="red"), "")
     return table
+
+
+def list_failed_loads(client: Client, registered: Collection[str]) -> list[dict[str, Any]]:
+    """Return the last event of each model whose registration has failed and that does not exist.
+
+    The server keeps events for an hour, and shows those of the models that the key may see.
+    """
+    try:
+        events = client.all_events(stage="failed", limit=1000)
+    except ServerError:  # the key has no such right
+        return []
+    failed: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event["model"] not in registered and event["details"].get("reason") != "removed":
+            failed.setdefault(event["model"], event)
+    return sorted(failed.values(), key=lambda event: str(event["model"]))
+
+
+def find_problem(version: dict[str, Any]) -> str:
+    """Return why a described version has fewer workers than it should have; empty where it has them."""
+    running = sum(worker["status"] == "READY" for worker in version["workers"])
+    if running >= max(version["minWorkers"], 1):
+        return ""
+    lines: list[str] = version.get("lastError", "").strip().splitlines()
+    return version.get("waitingFor") or (lines[-1] if lines else "")
+
+
+def describe_state(version: dict[str, Any]) -> str:
+    """Return the state of a described version, with rich's markup."""
+    running = sum(worker["status"] == "READY" for worker in version["workers"])
+    min_workers = version["minWorkers"]
+    if min_workers == version["maxWorkers"] == 0 and not version.get("pool"):
+        return "no workers"
+    if version.get("waitingFor") and running < min_workers:
+        return "[yellow]waiting"
+    if version.get("lastError") and not running:
+        return "[red]failed"
+    if not min_workers and not running:
+        return "[green]idle"
+    return "[green]ready" if running >= min_workers else "[yellow]loading"
 
 
 def wait_until_ready(
@@ -61,9 +102,15 @@ def wait_until_ready(
         server.client(timeout=2) as client,
         Live(spinner, console=console, transient=True, refresh_per_second=8) as live,
     ):
+        reported = ""
         for _ in server.poll(timeout, "It was not ready"):
             if client.ready():
                 break
+            if (failure := server.find_start_failure()) and failure != reported:
+                reported = failure
+                console.print(
+                    f"{failure}\nRay Serve tries again.", style="red", markup=False, highlight=False
+                )
             try:
                 spinner.update(text="Loading models …")
                 live.update(Group(spinner, version_table(client)))
@@ -98,6 +145,8 @@ def register(client: Client, console: Console, url: str, **parameters: Any) -> s
             # The response to the registration itself reports any error, so these can be ignored.
             with contextlib.suppress(TransportError, ServerError, RuntimeError):
                 for stage, details in client.events(name, registration=registration_id):
+                    for warning in details.get("warnings", ()):
+                        console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
                     bars.update(bar, description=_describe_stage(stage, details), total=details.get("total"))
                     bars.update(bar, completed=details.get("bytes", 0))
 

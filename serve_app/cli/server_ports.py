@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 
@@ -27,12 +28,14 @@ def list_ports(
     return ports
 
 
-def bind_error(host: str, port: int) -> str | None:
-    """Return the reason for which no process can bind the port; None where it is free."""
+def bind_error(host: str, port: int) -> OSError | None:
+    """Return the error of a process that binds the port; None where it is free."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            return error.strerror
+            return error
+        except OverflowError:
+            return OSError(errno.EINVAL, "a port is at most 65535")
     return None

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ _PROGRAM = "serve_app.deployments.ray_internals.deploy"
 _LOG = re.compile(r"worker-[0-9a-f]+-[0-9a-f]+-(\d+)\.(?:out|err)|(raylet|gcs_server)\.err")
 _MARK = re.compile(rb":(actor_name|task_name|job_id):(.*)")
 _MAX_BYTES = 1 << 20  # of one file at once
+_MAX_LOG_BYTES = 256 << 20  # of the server's log; a longer one is put aside
 
 
 class LogCopier:
@@ -61,6 +64,21 @@ class LogCopier:
             os.write(self._target, b"".join(lines))
 
 
+def rotate(descriptor: int, limit: int = _MAX_LOG_BYTES) -> None:
+    """Move the contents of a log that is longer than ``limit`` bytes to ``NAME.1``.
+
+    Every process of the server holds the file, and appends to it, so it is truncated instead of renamed.
+    """
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size <= limit:
+        return
+    with suppress(OSError):  # a full disk: the log is truncated all the same
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        shutil.copyfile(path, f"{path}.1")
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+
+
 class Program:
     """A run of the program that deploys and shuts down, in a fork of the fork server if there is one."""
 
@@ -88,22 +106,38 @@ class Program:
             return None
 
 
+def has_children() -> bool:
+    """Reap the processes of Ray that have ended; return whether one is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
 def main() -> int:
-    """Supervise the server until a signal ends it; return the exit code."""
+    """Supervise the server until a signal or the last process of Ray ends it; return the exit code."""
     folder, address, config = sys.argv[1:4]
     logs = LogCopier(Path(folder), sys.stdout.fileno())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # a request to reload a configuration, which must end nothing
     try:
         program = Program(address, config)
         while (code := program.wait(_COPY_PERIOD_S)) is None:
             logs.copy()
+            rotate(sys.stdout.fileno())
         logs.copy()
         if code:
             return code
-        while True:
+        while has_children():
             time.sleep(_COPY_PERIOD_S)
             logs.copy()
+            rotate(sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         Program(address).wait(60)
         logs.copy()

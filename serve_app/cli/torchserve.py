@@ -15,7 +15,7 @@ import psutil
 import yaml
 
 from serve_app import __version__
-from serve_app.cli import torchserve_flags
+from serve_app.cli import container_contract, torchserve_flags
 from serve_app.cli.errors import StartError
 from serve_app.cli.server_process import ServerProcess
 from serve_app.client import Client, ServerError, TransportError
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--enable-model-api", action="store_true", help="allow models to be registered and removed"
     )
+    # The image's argument `serve`.
+    parser.add_argument("--container", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -85,15 +87,20 @@ def _start(args: argparse.Namespace) -> int:
         if key not in ("version", "start", "stop", "foreground")
     }
     flags = torchserve_flags.TorchServeFlags(**{**given, "models": tuple(args.models or ())})
+    if flags.container:
+        flags, environment, folder = container_contract.read_start(os.environ)
+        os.environ.update(environment)
+        os.chdir(folder)
     server = create_server(flags)
-    server.start(detached=not args.foreground)
-    _pid_file().write_text(f"{server.pid}\n{server.config}\n")
+    server.interrupt_on_signals()
     try:
+        server.start(detached=not args.foreground)
+        _pid_file().write_text(f"{server.pid}\n{server.config}\n")
         _wait_until_accepting(server)
+        print("Model server started.", flush=True)
     except KeyboardInterrupt:
         server.stop()
         return 130
-    print("Model server started.", flush=True)
     if not args.foreground:
         return 0
     server.show_log()

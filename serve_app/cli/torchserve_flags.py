@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from serve_app import torchserve_config
-from serve_app.cli import kserve, sagemaker
+from serve_app.cli import kserve, platforms
 from serve_app.cli.errors import StartError
 from serve_app.errors import ConfigurationError
 
@@ -34,6 +34,7 @@ class TorchServeFlags:
     no_config_snapshots: bool = False
     disable_token_auth: bool = False
     enable_model_api: bool = False
+    container: bool = False  # of the image's argument `serve`: the platform has the model
 
 
 class MissingModelStore(StartError):
@@ -89,10 +90,11 @@ def translate(flags: TorchServeFlags, environment: Mapping[str, str], folder: Pa
     """Translate these flags, in this environment and working directory. Raises StartError."""
     source = find_config(flags, environment, folder)
     command = _command_keys(flags)
+    platform = platforms.recognise(environment, flags.container)
     try:
         text = torchserve_config.decode(source.read_bytes()) if source is not None else ""
         where = str(source) if source is not None else "TorchServe's settings"
-        for platform in (kserve, sagemaker):
+        if platform is not None:
             command = {**platform.overrides(environment, text, where), **command}
         translated = torchserve_config.read(
             text, where, kserve.without_empty_variables(environment), command, count_gpus(environment)
@@ -112,7 +114,7 @@ def translate(flags: TorchServeFlags, environment: Mapping[str, str], folder: Pa
             ".log_format in an app.yaml instead"
         )
     state = state_dir(environment, folder, flags.no_config_snapshots)
-    extra_args: dict[str, Any] = dict(sagemaker.settings(environment))
+    extra_args: dict[str, Any] = {} if platform is None else dict(platform.settings(environment))
     extra_args["control"] = {**extra_args.get("control", {}), "state_dir": str(state)}
     document = app_document(translated, folder, {"home": str(folder), **extra_args})
     return ServerDocument(document, source, translated, tuple(warnings))
@@ -186,7 +188,7 @@ def app_yaml(translated: torchserve_config.TranslatedConfig, source: str, folder
     http = document["http_options"]
     lines = [
         f"# The settings of {source}, for `torchrelay start`. Other keys have Torchrelay's defaults;",
-        "# configs/settings.yaml lists every key.",
+        f"# {default_config('settings.yaml')} lists every key.",
         "",
         "proxy_location: EveryNode",
         "",
@@ -223,6 +225,6 @@ def count_gpus(environment: Mapping[str, str]) -> int:
 
 
 def default_config(name: str) -> Path:
-    """Return app.yaml or serve.env of the checkout that this package runs from, else the installed one."""
+    """Return a file of ``configs`` in the checkout that this package runs from, else the installed one."""
     checkout = Path(__file__).parents[2] / "configs" / name
-    return checkout if checkout.is_file() else Path(__file__).with_name(name)
+    return checkout if checkout.is_file() else Path(__file__).parent / name

@@ -1,0 +1,1 @@
+"""The commands of ``torchrelay``, one module for each; serve_app/cli/app.py registers them."""

@@ -22,6 +22,8 @@ from serve_app.model_store.archiver import (
 )
 from serve_app.model_store.class_archive import ClassFile, class_recipe
 
+_MAX_NAMES = 10  # of an archive's files that are printed
+
 
 def file_option(*names: str, help: str) -> Any:
     return typer.Option(*names, metavar="FILE", help=help)
@@ -49,7 +51,9 @@ def archive(
         str | None,
         typer.Option(metavar="A,B,…", help="Files, contents of folders, and patterns."),
     ] = None,
-    runtime: Annotated[Runtime, typer.Option()] = "python",
+    runtime: Annotated[
+        Runtime, typer.Option(help="As torch-model-archiver has it: python, python3 or LSP.")
+    ] = "python",
     export_path: Annotated[
         str, typer.Option(metavar="DIR", help="The folder of the archive; by default the working directory.")
     ] = ".",
@@ -134,4 +138,7 @@ def print_archive(archive: WrittenArchive, contents: str) -> None:
         print(f"WARNING - {warning}", file=sys.stderr)
     folder, path = Path.cwd(), archive.path
     shown = path.relative_to(folder) if path.is_relative_to(folder) else path
-    print(f"{shown}: {contents}, {archive.files} files and the manifest")
+    names = list(archive.files[:_MAX_NAMES])
+    if more := len(archive.files) - len(names):
+        names.append(f"{more:,} more")
+    print(f"{shown}: {contents}, with {', '.join(names)}")

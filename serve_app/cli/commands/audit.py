@@ -35,7 +35,9 @@ def audit(
 
 def render(document: dict[str, Any]) -> Table:
     """Return records as a table."""
-    table = Table("time", "actor", "address", "action", "subject", "change", "result")
+    table = Table()
+    for heading in ("time", "actor", "address", "action", "subject", "change", "result"):
+        table.add_column(heading, overflow="fold")
     for record in document["records"]:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
         fields = (record[name] for name in ("actor", "address", "action", "subject"))

@@ -111,14 +111,11 @@ def table(results: list[LoadResult]) -> Table:
         *(["arrivals/s"] if is_open else []),
         "requests/s",
         *(["goodput/s"] if limit else []),
-        "p50 ms",
-        "p90 ms",
-        "p99 ms",
-        "max ms",
+        *("p50", "p90", "p99", "max"),
     ]
     for column in numbers:
         rows.add_column(column, justify="right", no_wrap=True)
-    rows.add_column("errors")
+    rows.add_column("errors", overflow="fold")  # a name of several words takes lines of its own
     for r in results:
         latencies = ["-" if math.isnan(v) else f"{v * 1000:.2f}" for v in (r.p50, r.p90, r.p99, r.max)]
         good = [f"{r.goodput:,.0f}" if r.goodput is not None else "-"] if limit else []
@@ -132,10 +129,10 @@ def _caption(results: list[LoadResult]) -> str:
     engines = " and ".join(sorted({result.engine for result in results}))
     rates = sorted({result.rate for result in results if result.rate})
     if not rates:
-        return f"closed loop, sent by {engines}"
+        return f"latencies in ms; closed loop, sent by {engines}"
     lag = max(result.lag for result in results) * 1000
     offered = ", ".join(f"{rate:g}" for rate in rates)
-    return f"open loop of {offered} requests/s; the generator itself was late by {lag:.2f} ms (p99)"
+    return f"latencies in ms; open loop of {offered} requests/s; the generator was late by {lag:.2f} ms (p99)"
 
 
 def as_dict(result: LoadResult) -> dict[str, Any]:

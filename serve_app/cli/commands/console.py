@@ -7,11 +7,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from serve_app.cli.api_client import MANAGEMENT
+from serve_app.cli.api_client import MANAGEMENT, sibling_address
 from serve_app.cli.terminal import console as terminal
 from serve_app.cli.terminal import fail
-
-_DEFAULT_PORTS = {"inference": 8080, "metrics": 8082}
 
 
 def console(
@@ -41,16 +39,10 @@ def console(
     if address.scheme not in ("http", "https") or not address.hostname:
         fail(f"--server is {server!r}; it must be an address such as {MANAGEMENT}.")
     addresses = ServerAddresses(
-        inference or _sibling(server, "inference"), server, metrics or _sibling(server, "metrics")
+        inference or sibling_address(server, "inference"),
+        server,
+        metrics or sibling_address(server, "metrics"),
     )
     shown = f"[{host}]" if ":" in host else host
     terminal.print(f"The console of {server} is at http://{shown}:{port}; Ctrl-C ends it.", highlight=False)
     serve(addresses, ConsoleListener(host=host, port=port, allowed_hosts=tuple(allowed_host or ())))
-
-
-def _sibling(server: str, name: str) -> str:
-    """Return the address of another port of the server, by its default number."""
-    address = urlsplit(server)
-    host = address.hostname or ""
-    host = f"[{host}]" if ":" in host else host
-    return f"{address.scheme}://{host}:{_DEFAULT_PORTS[name]}"

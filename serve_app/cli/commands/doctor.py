@@ -14,7 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from serve_app import __version__
+from serve_app.cli import container_contract
 from serve_app.cli.app_config import read_config
+from serve_app.cli.container_contract import ContainerContract
 from serve_app.cli.machine_checks import MachineCheck, check_machine
 from serve_app.cli.terminal import console
 
@@ -26,11 +28,16 @@ def doctor(
         Path | None, typer.Argument(help="The application whose ports are checked, as for `start`.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    container: Annotated[
+        bool, typer.Option("--container", help="Show the platform that started this container instead.")
+    ] = False,
 ) -> None:
     """Show what this machine can run: devices, engines, codecs, extras, ports and limits, each with a fix.
 
     The exit code is 1 where a check fails, so that no server starts here, and 0 otherwise.
     """
+    if container:
+        return _show_contract(container_contract.inspect(os.environ), as_json)
     http, settings = read_config(config)
     checks = list(check_machine(http, settings, os.environ))
     is_ready = not any(check.state == "failed" for check in checks)
@@ -48,6 +55,20 @@ def doctor(
             style="green" if is_ready else "red",
         )
     if not is_ready:
+        raise typer.Exit(1)
+
+
+def _show_contract(contract: ContainerContract, as_json: bool) -> None:
+    if as_json:
+        console.print_json(data=dataclasses.asdict(contract))
+    else:
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=False)
+        for name, value in dataclasses.asdict(contract).items():
+            lines = "\n".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+            if lines:
+                table.add_row(name, escape(lines))
+        console.print(table)
+    if contract.problem:
         raise typer.Exit(1)
 
 

@@ -114,7 +114,7 @@ def reward(
     id: Id,
     value: Annotated[float | None, typer.Argument(help="The reward.")] = None,
     request_id: Annotated[str, typer.Option(help="The X-Request-Id of the response.")] = "",
-    key: Annotated[str, typer.Option(help="Or the caller's key.")] = "",
+    key: Annotated[str, typer.Option(help="The client's key, instead of a request id.")] = "",
     metric: Annotated[str, typer.Option(help="The metric, where the experiment has several rewards.")] = "",
     event_id: Annotated[str, typer.Option(help="The event's id; events with the same id count once.")] = "",
     file: Annotated[
@@ -143,14 +143,10 @@ def reward(
 def render(experiment: dict[str, Any]) -> RenderableType:
     """Return an experiment as a table of arms and metrics, with sentences."""
     has_key = experiment["key"] is not None
-    table = Table(
-        "arm",
-        "version",
-        "share",
-        "calls",
-        *(("callers",) if has_key else ()),
-        *map(escape, experiment["metrics"]),
-    )
+    counts = ("requests", "keys") if has_key else ("requests",)
+    table = Table()
+    for heading in ("arm", "version", "share", *counts, *map(escape, experiment["metrics"])):
+        table.add_column(heading, overflow="fold")  # names of metrics may be long
     for name, arm in experiment["arms"].items():
         cells = [name, arm["version"], f"{arm['weight'] / 100:g} %", f"{arm['calls']:,}"]
         if has_key:

@@ -210,16 +210,17 @@ def _run(archive: Path, options: LauncherOptions, disable_token_auth: bool) -> N
         disable_token_auth=disable_token_auth,
     )
     server = torchserve.create_server(flags)
+    server.interrupt_on_signals()
     try:
         server.start()
         progress.wait_until_ready(server, console, options.startup_timeout)
+        progress.print_addresses(server, console, None, False)
     except KeyboardInterrupt:
         server.stop()
         raise typer.Exit(130) from None
     except StartError:
         server.stop()
         raise
-    progress.print_addresses(server, console, None, False)
     code = server.wait()
     if code:
         fail(f"The server ended with code {code}. {server.cause} Its log: {server.log}", code)

@@ -33,7 +33,7 @@ def new(
     console.print(f"{folder} has a model class, its test and its Dockerfile. Next:\n", highlight=False)
     for command in (
         f"cd {folder}",
-        "python -m pytest",
+        "pip install pytest && python -m pytest",
         f"torchrelay serve model.py --name {folder.name} --reload",
     ):
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from serve_app.cli.api_client import CliClient, use_server
 from serve_app.cli.arguments import Pair, pair_option, parse_number
 from serve_app.cli.terminal import AsJson, console, show_document, watch_document
 from serve_app.client import Client
+from serve_app.domain.rollout import ACTIVE_STATES
 
 rollout_app = typer.Typer(
     callback=use_server,
@@ -23,7 +24,6 @@ rollout_app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument()]
-_ACTIVE_STATES = ("starting", "running", "paused")
 _COLOURS = {"rolled_back": "red", "aborted": "yellow", "paused": "yellow", "promoted": "green"}
 _SHOWN_DECISIONS = 12  # the last ones
 
@@ -70,7 +70,7 @@ def start(
     ] = None,
     key: Annotated[
         Pair | None,
-        pair_option("KIND=NAME", "header, cookie or json: callers with the same value get the same version."),
+        pair_option("KIND=NAME", "header, cookie or json: clients with the same value get the same version."),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--watch", help="Show the rollout until it ends, as `watch` does.")
@@ -136,7 +136,7 @@ def _update(context: typer.Context, model: str, action: Literal["pause", "resume
 
 def _watch(client: Client, model: str, period: float) -> None:
     """Show a rollout until it ends, and exit."""
-    rollout = watch_document(lambda: client.rollout(model), render, _ACTIVE_STATES, period)
+    rollout = watch_document(lambda: client.rollout(model), render, ACTIVE_STATES, period)
     raise typer.Exit(0 if rollout["state"] == "promoted" else 1)
 
 
@@ -170,7 +170,9 @@ def _steps(rollout: dict[str, Any]) -> Text:
 
 
 def _figures(rollout: dict[str, Any]) -> Table:
-    table = Table("", "version", "calls", "failed", "error rate", "p50", "p99", "non-finite", "empty")
+    table = Table()
+    for heading in ("", "version", "requests", "failed", "error rate", "p50", "p99", "non-finite", "empty"):
+        table.add_column(heading, overflow="fold")
     for arm, version in (("candidate", rollout["to"]), ("baseline", rollout["baseline"])):
         figures = rollout["figures"][arm]
         failed = sum(figures["failed"].values())

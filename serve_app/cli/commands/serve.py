@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from serve_app.cli import progress
-from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, key_file
+from serve_app.cli.api_client import INFERENCE, MANAGEMENT, CliClient, key_file, next_major_version
 from serve_app.cli.errors import StartError, require_server
 from serve_app.cli.reload_reports import ReloadReports
 from serve_app.cli.terminal import console, fail
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from serve_app.cli.dev_server import DevServer
 
 _PORT = 8080
-_LANGUAGE_MODELS = ("llm", "causal_lm")
+_CHAT_ABOUT_IMAGES = "image_text_to_text"
+_LANGUAGE_MODELS = ("llm", "causal_lm", _CHAT_ABOUT_IMAGES)
 
 
 def serve(
@@ -62,7 +63,7 @@ def serve(
     ),
     timeout: Annotated[float, typer.Option(help="Seconds until the server must be ready.")] = 300.0,
 ) -> None:
-    """Serve one model in the foreground, or with the server that runs already; Ctrl-C ends it.
+    """Serve one model in the foreground until Ctrl-C, or register it with the server that runs already.
 
     The server accepts requests of this machine without keys. Its files are in .torchrelay, and its state is
     new with each start.
@@ -90,18 +91,19 @@ def _start(served: ServedTarget, dev_server: DevServer, reload: bool, timeout: f
     server = dev_server.create()
     report = dev_server.home / "reload.jsonl" if reload else None
     url = served.write(dev_server.store, "1.0", report)
+    server.interrupt_on_signals()
     try:
         server.start()
         progress.wait_until_ready(server, console, timeout, show_models=False)
         with server.client(timeout=timeout) as client:
             input_type = _register(client, served, url)
+        _print_addresses(served, server.inference, server.management, input_type, str(server.log))
     except KeyboardInterrupt:
         server.stop()
         raise typer.Exit(130) from None
     except ServerError as error:
         server.stop()
         fail("\n".join(filter(None, (str(error), error.detail))))
-    _print_addresses(served, server.inference, server.management, input_type, str(server.log))
     with _reports(report):
         code = server.wait()
     if code:
@@ -122,7 +124,7 @@ def _add(served: ServedTarget, inference: str, management: str, store: Path, rel
         input_type = _register(client, served, url)
         if version != "1.0":
             client.set_default(served.name, version)
-    _print_addresses(served, inference, management, input_type)
+    _print_addresses(served, inference, management, input_type, added=version)
     if report is not None:
         with _reports(report), contextlib.suppress(KeyboardInterrupt):
             typer.prompt("Watching; Enter ends it", default="", show_default=False)
@@ -154,11 +156,9 @@ def _is_live() -> bool:
 def _next_version(client: Client, model: str) -> str:
     """Return 1.0 for a new model, else the next whole number."""
     try:
-        versions = [entry["modelVersion"] for entry in client.describe(model)]
+        return next_major_version(entry["modelVersion"] for entry in client.describe(model))
     except NotFoundError:
         return "1.0"
-    numbers = [int(version.partition(".")[0]) for version in versions if version[:1].isdigit()]
-    return f"{max(numbers, default=0) + 1}.0"
 
 
 @contextlib.contextmanager
@@ -175,10 +175,15 @@ def _reports(file: Path | None) -> Iterator[None]:
 
 
 def _print_addresses(
-    served: ServedTarget, inference: str, management: str, input_type: str, log: str = ""
+    served: ServedTarget, inference: str, management: str, input_type: str, log: str = "", added: str = ""
 ) -> None:
+    """Print them; ``added`` is the version that was registered with a server that runs already."""
     url = f"{inference}/predictions/{served.name}"
-    console.print(f"\n[bold green]Torchrelay serves {escape(served.name)}.[/bold green] Ctrl-C ends it.")
+    end = "Ctrl-C ends it."
+    if added:
+        end = f"Its default version is now {added}; `torchrelay models` changes or removes it."
+    title = f"Torchrelay serves {escape(served.name)}."
+    console.print(f"\n[bold green]{title}[/bold green] {end}", highlight=False, soft_wrap=True)
     rows = {"URL": url, "console": f"{management}/ui", "API": f"{inference}/docs", "log": log}
     if served.handler in _LANGUAGE_MODELS:
         rows = {"URL": url, "OpenAI": f"{inference}/v1", **rows}
@@ -197,8 +202,10 @@ def build_curl(url: str, schemas: Mapping[str, Any] | None, input_type: str = ""
     """
     side = (schemas or {}).get("input", {})
     media_type = side.get("mediaType", input_type)
-    body = None
-    if handler in _LANGUAGE_MODELS:
+    body: Any = None
+    if handler == _CHAT_ABOUT_IMAGES:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
+    elif handler in _LANGUAGE_MODELS:
         body = {"prompt": "Once upon a time", "max_new_tokens": 32}
     elif media_type == "application/json" and "schema" in side:
         body = example_value(side["schema"])

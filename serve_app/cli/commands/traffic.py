@@ -48,7 +48,7 @@ def traffic(
     not_sticky: Annotated[
         bool, typer.Option("--not-sticky", help="Choose a version for each request.")
     ] = False,
-    salt: Annotated[str | None, typer.Option(help="Assign callers to versions anew.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Assign clients to versions anew.")] = None,
     label: Annotated[
         list[Pair] | None,
         pair_option("LABEL=VERSION", "A label of a version; LABEL= removes it.", allow_empty=True),
@@ -165,7 +165,7 @@ def render(document: dict[str, Any]) -> RenderableType:
         )
     if key := document.get("key"):
         [(kind, name)] = key.items()
-        lines.append(f"sticky: callers with the same {kind} {name} get the same version")
+        lines.append(f"sticky: clients with the same {kind} {name} get the same version")
     elif document["policy"] == "weighted":
         lines.append("weighted: a version is chosen for each request")
     if document.get("header"):

@@ -375,7 +375,7 @@ def _axes(is_generation: bool) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in ("workers", "threads")) if is_generation else AXES
 
 
-def _create_load(options: TuneOptions, model: TunedModel, samples: SampleRequests) -> TrialLoad:
+def _create_load(options: TuneOptions, model: TunedModel, samples: SampleRequests) -> TrialLoad[Any]:
     headers = _headers(options.management, options.token)
     if model.is_generation:
         bodies = GenerationLoad.parse(samples)
