@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from typing import Any
 
 import pytest
+
+from tests.support.http_server import read_body, respond, serving
 
 Respond = Callable[[str, str, Any], tuple[int, Any]]
 
@@ -21,29 +22,18 @@ def serve_json() -> Iterator[Callable[[Respond], str]]:
     The function gets a request's method, path and JSON body, and returns a status and a JSON value.
     """
     with contextlib.ExitStack() as stack:
-        yield lambda respond: stack.enter_context(_serve(respond))
+        yield lambda answer: stack.enter_context(serving(partial(_answer_json, answer)))
 
 
-@contextlib.contextmanager
-def _serve(respond: Respond) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            received = self.rfile.read(int(self.headers.get("content-length") or 0))
-            status, document = respond(self.command, self.path, json.loads(received) if received else None)
-            body = json.dumps(document).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+def _answer_json(answer: Respond, handler: Any) -> None:
+    body = read_body(handler)
+    status, document = answer(handler.command, handler.path, json.loads(body) if body else None)
+    respond(handler, status, document)
 
-        do_POST = do_PUT = do_DELETE = do_GET
 
-        def log_message(self, *_: object) -> None:
-            """Log nothing: tests read the recorded requests."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+@pytest.fixture
+def fake_server(request: pytest.FixtureRequest, serve_json: Callable[[Respond], str]) -> Any:
+    """Serve ``FakeServer`` of the test's module."""
+    server = request.module.FakeServer()
+    server.url = serve_json(server.respond)
+    return server

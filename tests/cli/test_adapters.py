@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner, Result
 
 from serve_app.cli.app import app
@@ -32,13 +31,6 @@ class FakeServer:
         return CliRunner().invoke(
             app, ["adapters", "--management", self.url, *arguments], env={"COLUMNS": "200"}
         )
-
-
-@pytest.fixture
-def fake_server(serve_json: Any) -> FakeServer:
-    fake_server = FakeServer()
-    fake_server.url = serve_json(fake_server.respond)
-    return fake_server
 
 
 def test_adapters_are_listed(fake_server: FakeServer) -> None:

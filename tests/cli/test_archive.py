@@ -50,6 +50,7 @@ def test_a_local_path_is_copied_into_the_store(tmp_path: Path) -> None:
     assert (store / "m.mar").read_bytes() == b"archive"
     assert (store / "m.mar.sig").read_bytes() == b"signature"
     assert add_to_store(str(outside / "folder"), store) == "folder" and (store / "folder").is_dir()
+    assert add_to_store(str(outside / "folder"), store) == "folder", "the copy is the same"
     assert add_to_store(str(store / "team/n.mar"), store) == "team/n.mar"
     for url in ("m.mar", "team/n.mar", "https://h/m.mar", "/absent/m.mar"):
         assert add_to_store(url, store) == url

@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pyarrow
 import pytest
 import yaml
-from moto.server import ThreadedMotoServer
 from pyarrow import parquet
 
 from handlers import extras
 from tests.support.archives import make_archive
+from tests.support.s3_server import running_s3
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server]
 
@@ -65,17 +64,8 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def s3() -> Iterator[tuple[str, Any]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    keys = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
-    client = boto3.client("s3", "us-east-1", endpoint_url=address, **keys)
-    client.create_bucket(Bucket="data")
-    try:
-        yield address, client
-    finally:
-        client.close()
-        server.stop()
+    with running_s3("data") as client:
+        yield client.meta.endpoint_url, client
 
 
 @pytest.mark.nightly

@@ -97,8 +97,13 @@ def test_versions_are_compared_with_the_constraints(tmp_path: Path) -> None:
     assert "(tested 0.1)" in check.found
     assert "(tested 0.2)" in check.found
     assert "no-such-package" not in check.found
-    (missing,) = machine_checks.check_constraints(None)
-    assert missing.state == "absent"
+
+
+def test_it_names_the_files_to_copy_from() -> None:
+    files = {check.name: Path(check.found) for check in machine_checks.list_configurations()}
+    assert set(files) == {"app.yaml", "settings.yaml", "model-config.yaml"}
+    assert all(file.is_file() for file in files.values())
+    assert machine_checks.find_constraints().is_file()
 
 
 def test_a_token_that_others_can_read_has_the_command_that_restricts_it(tmp_path: Path) -> None:

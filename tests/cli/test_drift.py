@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner, Result
 
 from serve_app.cli.app import app
@@ -25,7 +24,7 @@ VERSION: dict[str, Any] = {
 DOCUMENT = {"model": "m", "versions": [VERSION]}
 
 
-class FakeDriftServer:
+class FakeServer:
     """A management API with the drift of one model, which records its requests."""
 
     def __init__(self) -> None:
@@ -43,14 +42,7 @@ class FakeDriftServer:
         )
 
 
-@pytest.fixture
-def fake_server(serve_json: Any) -> FakeDriftServer:
-    fake_server = FakeDriftServer()
-    fake_server.url = serve_json(fake_server.respond)
-    return fake_server
-
-
-def test_the_features_of_each_version(fake_server: FakeDriftServer) -> None:
+def test_the_features_of_each_version(fake_server: FakeServer) -> None:
     result = fake_server("m")
     assert result.exit_code == 0, result.output
     assert fake_server.requests == [("GET", "/models/m/drift")]
@@ -66,13 +58,13 @@ def test_the_features_of_each_version(fake_server: FakeDriftServer) -> None:
         assert text in result.output, text
 
 
-def test_no_comparison_yet(fake_server: FakeDriftServer) -> None:
+def test_no_comparison_yet(fake_server: FakeServer) -> None:
     fake_server.document = {**DOCUMENT, "versions": [{**VERSION, "current": None, "features": []}]}
     assert "No comparison yet" in fake_server("m", "1.0").output
     assert fake_server.requests == [("GET", "/models/m/1.0/drift")]
 
 
-def test_json_and_reset(fake_server: FakeDriftServer) -> None:
+def test_json_and_reset(fake_server: FakeServer) -> None:
     assert json.loads(fake_server("m", "--json").output) == DOCUMENT
     assert "is the reference now" in fake_server("m", "1.0", "--reset").output
     assert fake_server.requests[-1] == ("POST", "/models/m/1.0/drift/reset")

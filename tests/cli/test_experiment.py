@@ -82,13 +82,6 @@ class FakeServer:
         return 200, {**FIELDS, "state": state, "ended": ended, **results}
 
 
-@pytest.fixture
-def fake_server(serve_json: Any) -> FakeServer:
-    fake_server = FakeServer()
-    fake_server.url = serve_json(fake_server.respond)
-    return fake_server
-
-
 Command = Callable[..., Result]
 
 
@@ -150,7 +143,7 @@ def test_show_renders_arms_and_metrics(command: Command) -> None:
     assert rows["b"][5].startswith("10.3 ms  [")
     assert rows["b"][6] == "-", "nothing was counted of fail[ures]"
     assert "b is better than a on clicks: 0.0600 more" in result.stdout
-    assert "Not yet known: fail[ures] of b and a has 0 and 0 calls" in result.stdout
+    assert "Not yet known: fail[ures] of b and a have 0 and 0 requests" in result.stdout
     assert (
         lines[-1]
         == "b is better on clicks, no different on seconds, compared with a; fail[ures] not yet known."

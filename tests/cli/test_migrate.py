@@ -196,7 +196,7 @@ def test_archive_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "h.py").write_text("def handle(data, context): ...\n")
     arguments = "archive", "--model-name", "m", "-v", "1.0", "--handler", "h.py"
     result = run(*arguments)
-    assert (result.exit_code, result.stdout) == (0, "m.mar: m 1.0, 1 files and the manifest\n")
+    assert (result.exit_code, result.stdout) == (0, "m.mar: m 1.0, with h.py\n")
     result = run(*arguments)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"ERROR - {tmp_path / 'm.mar'} already exists.\n")

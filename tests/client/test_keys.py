@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 from serve_app.cli.api_client import key_file
 from serve_app.cli.app import app as command
 from serve_app.client import Client, ServerError
+from tests.support.http_server import respond, running
 
 
 class KeyServer(ThreadingHTTPServer):
@@ -49,20 +49,13 @@ class KeyRequestHandler(BaseHTTPRequestHandler):
             [kind] = parse_qs(url.query)["type"]
             self.server.write_keys(API="api", **{kind: "renewed"})
             self.server.valid_keys = {"renewed"}
-            self.respond(200, b"\n")
+            respond(self, 200, b"\n")
         elif key in self.server.valid_keys:
-            self.respond(200, b'{"models": []}')
+            respond(self, 200, {"models": []})
         else:
             reason = "expired_token" if key in self.server.expired_keys else "invalid_token"
-            self.respond(400, b'{"code": 400, "message": "Token Authorization failed."}', reason)
-
-    def respond(self, status: int, body: bytes, reason: str = "") -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        if reason:
-            self.send_header("x-torchrelay-reason", reason)
-        self.end_headers()
-        self.wfile.write(body)
+            problem = {"code": 400, "message": "Token Authorization failed."}
+            respond(self, 400, problem, x_torchrelay_reason=reason)
 
     def log_message(self, *_: object) -> None:
         """Log nothing: tests read ``received_keys``."""
@@ -70,12 +63,9 @@ class KeyRequestHandler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[KeyServer]:
-    with KeyServer(tmp_path / "key_file.json") as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    server = KeyServer(tmp_path / "key_file.json")
+    with running(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_token_is_sent(server: KeyServer) -> None:

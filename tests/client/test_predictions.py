@@ -14,7 +14,7 @@ from serve_app.client import Client, ServerSentEvent
 from serve_app.client import errors as client_errors
 from serve_app.domain.async_prediction import StoredResponse
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
-from serve_app.protocols.torchserve import form_data
+from serve_app.protocols.http import form_data
 from tests.support.inference_functions import (
     ClientFactory,
     failing,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -87,10 +88,36 @@ def test_refused_connections_are_retried(make_client: ClientFactory, inference: 
         target._addresses["inference"] = f"http://127.0.0.1:{held.getsockname()[1]}"
         with Pulse() as pulse:
             started_at = time.monotonic()
-            with pytest.raises(httpx.ConnectError):
+            with pytest.raises(httpx.ConnectError) as refused:
                 client.predict("m", b"")
+            if sys.version_info >= (3, 11):
+                [note] = refused.value.__notes__
+                assert note.startswith(
+                    f"No server responds at {target._addresses['inference']}/predictions/m."
+                )
             assert time.monotonic() - started_at - pulse.stalled_seconds(started_at) < 1
         assert not client.live()
+
+
+def test_tls_that_fails_is_not_reported_as_a_missing_server(make_client: ClientFactory) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as port:
+
+        def answer_without_tls() -> None:
+            connection, _ = port.accept()
+            with connection, contextlib.suppress(ConnectionError):  # the client resets it
+                connection.recv(1)
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
+
+        threading.Thread(target=answer_without_tls, daemon=True).start()
+        client = make_client(retries=quick_retries(max_attempts=1))
+        target = getattr(client, "_client", client)
+        target._addresses["inference"] = f"https://127.0.0.1:{port.getsockname()[1]}"
+        with pytest.raises(httpx.ConnectError) as failed:
+            client.predict("m", b"")
+        assert not getattr(failed.value, "__notes__", [])
 
 
 def test_interrupted_request_is_not_retried(make_client: ClientFactory) -> None:
