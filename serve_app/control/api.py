@@ -14,6 +14,7 @@ from typing import Any
 from serve_app.control.operations import ControlAPI
 from serve_app.domain import access_keys as api_keys
 from serve_app.domain import adapter as adapters
+from serve_app.domain import autoscaling as autoscaling_policy
 from serve_app.domain import experiment as experiments
 from serve_app.domain import limits
 from serve_app.domain import rollout as rollouts
@@ -22,6 +23,7 @@ from serve_app.domain import workflow_graph as graphs
 from serve_app.domain.access import AccessTable, KeyGrant, matches
 from serve_app.domain.access_keys import NewKeyDocument
 from serve_app.domain.adapter import AdapterDocument
+from serve_app.domain.autoscaling import ReplicaCount
 from serve_app.domain.experiment import (
     ExperimentDocument,
     ExperimentSummary,
@@ -96,6 +98,10 @@ class ControlPlane:
         return await self.api.scale(
             model, version, min_workers, max_workers, wait, *([autoscaling] if autoscaling else [])
         )
+
+    async def set_replicas(self, model: str, version: str | None, document: Any) -> ReplicaCount:
+        """Set the number of replicas that ``document`` has, where an external program scales a version."""
+        return await self.api.set_replicas(model, version, autoscaling_policy.read_replicas(document))
 
     async def unregister(self, model: str, version: str | None) -> ModelRef:
         """Remove a version (None: the default one, which must be the last); its replicas drain."""

@@ -7,13 +7,14 @@ import errno
 import logging
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 from serve_app.control.capture_check import check_capture
+from serve_app.control.scaling import check_policy
 from serve_app.domain import limits
 from serve_app.domain.access import matches
 from serve_app.domain.adapter import AdapterRequest, AdapterSpec
@@ -31,13 +32,14 @@ from serve_app.errors import (
 )
 from serve_app.model_store import workflow_archive
 from serve_app.model_store.archive import (
-    SCRIPT_MODE,
+    SCRIPT_HANDLERS,
     Archive,
     Manifest,
     ModelConfig,
     archive_stem,
     find_adapter_folder,
     handler_module,
+    is_mlflow_model,
     is_model_folder,
 )
 from serve_app.model_store.atomic_dir import temporary_dir
@@ -50,7 +52,7 @@ from serve_app.model_store.signatures import (
     signature_names,
     signature_url,
 )
-from serve_app.model_store.sources import fetch, file_path, split_digest
+from serve_app.model_store.sources import fetch, file_path, list_entries, split_digest
 from serve_app.model_store.workflow_archive import WorkflowModel
 from serve_app.settings import ModelStoreSettings, RuntimeSettings, Settings, VersionSettings
 
@@ -137,7 +139,7 @@ class ArchiveIngestor:
             uri=stored.uri,
             size=stored.size,
             signed_by=signature.signed_by,
-        ).with_names(model_name=registration.model_name, handler=registration.handler)
+        ).with_names(registration.model_name, registration.version, registration.handler)
         manifest = archive.manifest
         signature.check_names(manifest.model_name)
         trusted = registration.trusted or any(
@@ -145,21 +147,16 @@ class ArchiveIngestor:
             for name in (manifest.model_name, registration.url)
             for pattern in settings.store.trusted
         )
-        config = check_model(archive, registration.task, trusted)
+        task = registration.task or archive.config.task or settings.store.default_task or None
+        config = check_model(archive, task, trusted)
         if config.capture is not None:
             check_capture(config.capture, archive, settings)
-        if config.unserved:
-            keys = ", ".join(config.unserved)
-            log.warning(
-                "%s: %s in its %s: not served, and without effect", source, keys, manifest.config_file
-            )
         spec = build_spec(registration, archive, config, settings, at_startup)
-        if manifest.requirements_file is not None and not spec.requirements:
-            cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
-            log.warning("%s: its %s is not installed; %s", source, manifest.requirements_file, cure)
-        if spec.device_type == "gpu" and not spec.num_gpus:
-            cure = "num_gpus in the same file, or runtime.num_gpus, does"
-            log.warning("%s: deviceType gpu alone claims no GPU, so its replicas see none; %s", source, cure)
+        warnings = [f"{source}: {problem}" for problem in _find_ineffective(manifest, config, spec)]
+        for warning in warnings:
+            log.warning("%s", warning)
+        if config.warnings or warnings:
+            on_progress("checking", warnings=[*config.warnings, *warnings])
         return spec
 
     def ingest_adapter(self, request: AdapterRequest, base: ModelSpec) -> AdapterSpec:
@@ -281,14 +278,16 @@ class ArchiveIngestor:
         return self._cache.open(spec.archive, spec.digest)
 
     def startup_registrations(self) -> list[Registration]:
-        """Return the registrations of ``control.load_models``: all of the model store, none, or a list."""
+        """Return the registrations of ``control.load_models``: all of the model store, none, or a list.
+
+        Raises ConfigurationError where the model store cannot be read.
+        """
         names = self._settings.control.load_models.strip()
         if names in ("", "none"):
             return []
         if names == "all":
-            store = self._model_store
-            paths = sorted(store.iterdir()) if store.is_dir() else []
-            return [Registration(path.name) for path in paths if _is_archive(path)]
+            entries = list_entries(self._model_store)
+            return [Registration(path.name) for path in entries if _is_archive(path)]
         return [_parse_registration(item.strip()) for item in names.split(",") if item.strip()]
 
     def mark_unused(self, digest: str) -> None:
@@ -338,11 +337,23 @@ def _is_archive(path: Path) -> bool:
         return False
     try:
         if path.is_dir():
-            return (path / "MAR-INF").is_dir() or is_model_folder(path)
+            return (path / "MAR-INF").is_dir() or is_model_folder(path) or is_mlflow_model(path)
     except OSError as error:  # a folder without permission must not keep the others from loading
         log.error("%s was not loaded: %s", path, error)
         return False
     return path.name.lower().endswith(_SUFFIXES)
+
+
+def _find_ineffective(manifest: Manifest, config: ModelConfig, spec: ModelSpec) -> Iterator[str]:
+    """Yield what the author of an archive requests and this server does not do."""
+    if config.unserved:
+        yield f"{', '.join(config.unserved)} in its {manifest.config_file}: not served, and without effect"
+    if manifest.requirements_file is not None and not spec.requirements:
+        cure = "runtime.install_py_dep_per_model, or useVenv: true in its model-config.yaml, installs it"
+        yield f"its {manifest.requirements_file} is not installed; {cure}"
+    if spec.device_type == "gpu" and not spec.num_gpus:
+        cure = "num_gpus in the same file, or runtime.num_gpus, does"
+        yield f"deviceType gpu alone claims no GPU, so its replicas get none; {cure}"
 
 
 # Specs: pure functions of an archive or a workflow, its registration and the settings
@@ -420,6 +431,8 @@ def build_spec(
         config=dict(config.raw),
         **options,
     )
+    if spec.autoscaling is not None:
+        check_policy(spec, settings.control)
     spec = _select_pool(spec, config, settings)
     if spec.pool and at_startup and config.min_workers is None and version_settings.min_workers is None:
         return spec.with_(min_workers=0, max_workers=0)  # its first request loads it
@@ -591,8 +604,10 @@ def _find_obstacle(spec: ModelSpec, config: ModelConfig) -> str:
         "num_cpus and num_gpus are claimed by hosts, which pools.NAME configures": config.num_cpus
         or config.num_gpus,
         "autoscaling starts replicas, and a pool has a fixed number of hosts": config.autoscaling,
-        "its script's modules have names of their own": handler_module(spec.handler) == SCRIPT_MODE,
+        "its script's modules have names of their own": handler_module(spec.handler) in SCRIPT_HANDLERS,
         "its requests are captured into files of its own replicas": config.capture,
+        "recycling replaces replicas, and a pool's host has other versions too": config.recycling
+        and config.recycling.is_limited,
         "its LoRA adapters are loaded by all replicas of a version": spec.all_adapters,
     }
     return next((problem for problem, applies in obstacles.items() if applies), "")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from serve_app.control.table_publisher import TablePublisher
-from serve_app.domain.model import VersionStats
+from serve_app.domain.model import ModelRef, ReplicaInfo, VersionStats
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
@@ -53,6 +54,17 @@ class ClusterMetrics:
         """Return what the whole cluster has counted of each version."""
         await self.collect()
         return self._aggregator.version_stats()
+
+    def add_memory(self, ref: ModelRef, replicas: tuple[ReplicaInfo, ...]) -> tuple[ReplicaInfo, ...]:
+        """Return the replicas of a version with the memory that each has reported, wherever it runs."""
+
+        def measured(replica: ReplicaInfo) -> ReplicaInfo:
+            memory = self._aggregator.value_of(
+                replica.id, "torchrelay_replica_memory_bytes", ref.name, ref.version
+            )
+            return replica if memory is None else replace(replica, memory=int(memory))
+
+        return tuple(map(measured, replicas))
 
     def total(self, name: str, **labels: str) -> int:
         """Return the sum of a metric over all processes, as last collected."""

@@ -22,5 +22,5 @@ async def export_periodically(*exports: Callable[[], Awaitable[None]]) -> None:
             try:
                 await export()
             except Exception:
-                log.exception("gauges were not updated; the next attempt follows")
+                log.exception("The gauges of experiments and rollouts were not updated; trying again")
         await asyncio.sleep(max(_PERIOD, (time.monotonic() - started_at) / _MAX_SHARE))

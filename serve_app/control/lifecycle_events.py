@@ -12,13 +12,13 @@ import heapq
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from serve_app.domain.access import matches
-from serve_app.domain.model import FINAL_STAGES, EventQuery, ModelEvent, Stage
+from serve_app.domain.model import FINAL_STAGES, EventQuery, ModelEvent, ModelRef, Stage
 from serve_app.errors import RelayError
 
 MAX_HISTORIES = 500  # the oldest is dropped first
@@ -115,6 +115,12 @@ class EventLog:
                     details["detail"] = detail[-_MAX_ERROR_LENGTH:]
             self.append(history, "failed", **details)
             raise
+
+    def record_skipped(self, versions: Iterable[ModelRef]) -> None:
+        """Add a failed history for each version whose entry in the registry cannot be read."""
+        message = "Its entry in the registry is damaged, as the server's log describes; register it again."
+        for ref in versions:
+            self.append(self.open(ref.name, version=ref.version), "failed", reason="damaged", message=message)
 
     def find_unfinished(self, model: str, version: str) -> EventHistory | None:
         """Return the unfinished history of a version."""

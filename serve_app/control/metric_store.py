@@ -170,7 +170,9 @@ class MetricStore:
                 transaction, answers = await asyncio.to_thread(self._store, [job for job, _ in batch])
             except Exception as error:
                 if not isinstance(error, Unavailable):
-                    log.exception("measurements could not be stored")
+                    log.exception(
+                        "The metrics of experiments and rollouts could not be stored; they are sent again"
+                    )
                 for _, done in batch:
                     if not done.done():
                         done.set_exception(Unavailable(str(error)))

@@ -24,6 +24,7 @@ from serve_app.control.pools.service import PoolService
 from serve_app.control.reconcile_loop import PLACEMENT_REPORT_S, ReconcileLoop
 from serve_app.control.registry import find_version, has_version, is_workflow
 from serve_app.control.replica_health import PLACEMENT_TIMEOUT_S
+from serve_app.control.scaling import check_policy
 from serve_app.control.state import StateStore
 from serve_app.domain import limits
 from serve_app.domain.access import matches
@@ -40,6 +41,7 @@ from serve_app.domain.request import InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import VersionRoute
 from serve_app.domain.urls import redact_url
 from serve_app.errors import (
+    ConfigurationError,
     Conflict,
     HandlerFailed,
     InsufficientResources,
@@ -63,6 +65,7 @@ _QUEUE_MAX_AGE_S = 1.0  # of the length of a queue that a description shows
 # its next long poll, which takes at most 5 s.
 _QUEUE_TIMEOUT_S = 0.03
 _REMOVAL_TIMEOUT_S = 60.0  # for which a removal waits, with control.external_eviction
+_STORE_RETRY_S = 10.0  # after which an unreadable model store is read again
 _MAX_LINE_LENGTH = 300  # characters of an installer's line in an event
 
 
@@ -112,7 +115,7 @@ class ModelService:
             if not matches(spec.name, registration.allowed_models):
                 raise ModelNotAllowed(spec.name)
             registry_changes.register(state.registry, spec)  # refused before anything is installed for it
-            await self._check_placement(spec)
+            await self.check_placement(spec)
             await self.install_requirements(spec, history)
             while self._reconcile_loop.is_draining(spec.ref):
                 await self._reconcile_loop.wait_for_round()
@@ -126,7 +129,7 @@ class ModelService:
             bounds = _autoscaling_bounds(spec)
             return ScalingProgress(spec.ref, 0, "done", bounds, advice=advice, on_demand=spec.is_pooled)
         if not registration.wait:
-            self._watch(history, spec)
+            self.watch(history, spec)
             return ScalingProgress(spec.ref, 0, "processing", _autoscaling_bounds(spec), advice=advice)
         try:
             return replace(await self.wait_until_started(history, spec, check), advice=advice)
@@ -163,13 +166,13 @@ class ModelService:
             )
             spec = find_version(after, ref.name, ref.version)
             self._check_scale(spec)
-            await self._check_placement(spec)
+            await self.check_placement(spec, before.min_workers)
             self._reconcile_loop.reset_backoff(ref)
             await state.commit(after)
         history = self._events.open(ref.name, version=ref.version, workers=spec.min_workers)
         previous_bounds = None if spec.scaling else _autoscaling_bounds(before)
         if not wait:
-            self._watch(history, spec)
+            self.watch(history, spec)
             running = self._reconcile_loop.count_running(ref)
             return ScalingProgress(ref, running, "processing", _autoscaling_bounds(spec), previous_bounds)
         with self._events.record_failure(history):
@@ -177,28 +180,29 @@ class ModelService:
             progress = await self.wait_until_started(history, spec, check)
             return replace(progress, previous_bounds=previous_bounds)
 
-    async def _check_placement(self, spec: ModelSpec) -> None:
-        """Raise InsufficientResources where no node can hold a replica, or a host of the version's pool."""
+    async def check_placement(self, spec: ModelSpec, accepted: int = 0) -> None:
+        """Raise InsufficientResources where the cluster cannot hold a version, or the hosts of its pool."""
         claiming = self.pools.find_claiming_spec(spec) if spec.is_pooled else spec
         try:
-            await self._reconcile_loop.check_placement(claiming)
+            await self._reconcile_loop.check_placement(claiming, accepted)
         except InsufficientResources as error:
             if not self._settings.control.external_eviction:
                 raise
             raise StartOutOfMemory(spec.name, spec.version, str(error)) from None
 
     def _check_scale(self, spec: ModelSpec) -> None:
-        """Raise LimitExceeded where a version's new workers or autoscaling are beyond a limit."""
+        """Raise LimitExceeded where workers or autoscaling are beyond a limit, and as ``check_policy``."""
         workers = {"min_worker": spec.min_workers, "max_worker": spec.max_workers}
         limits.check(workers, self._settings.limits, "the request")
         if spec.autoscaling is not None:
             limits.check(spec.autoscaling, self._settings.limits, "the request")
+        check_policy(spec, self._settings.control)
 
     def watch_isolated(self, spec: ModelSpec, reason: str) -> None:
         """Record that a version has left its pool, and the start of its own replicas."""
         history = self._events.open(spec.name, version=spec.version, workers=max(1, spec.min_workers))
         self._events.append(history, "isolated", pool=spec.pool, reason=reason)
-        self._watch(history, find_version(self._state.registry, spec.name, spec.version))
+        self.watch(history, find_version(self._state.registry, spec.name, spec.version))
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         async with self._state.exclusive():
@@ -213,7 +217,7 @@ class ModelService:
                 await self._state.commit(after)
             finally:  # it may be stored, and a reader late
                 if not has_version(self._state.registry, ref):
-                    self._finish_history(ref)
+                    self.finish_history(ref)
         if self._settings.control.external_eviction:
             await self._wait_until_ended(ref)
         return ref
@@ -224,7 +228,7 @@ class ModelService:
         while self._reconcile_loop.is_draining(ref) and time.monotonic() < deadline:
             await self._reconcile_loop.wait_for_round()
 
-    def _finish_history(self, ref: ModelRef) -> None:
+    def finish_history(self, ref: ModelRef) -> None:
         """Finish the history of a version that was removed while it started."""
         if (history := self._events.find_unfinished(ref.name, ref.version)) is not None:
             message = f"{ref.name} {ref.version} was removed."
@@ -234,42 +238,65 @@ class ModelService:
         await self._state.renew_key(kind)
 
     async def load_model_store(self, on_loaded: Callable[[], Awaitable[None]]) -> None:
-        """Register the new and the changed archives of the model store, then call ``on_loaded``."""
-        try:
-            for registration in await asyncio.to_thread(self._ingestor.startup_registrations):
-                await self._load(registration)
-        except Exception:
-            log.exception("the model store could not be read")
+        """Register the new and the changed archives of the model store, then call ``on_loaded``.
+
+        With an unreadable model store and without registered models, the server is not ready: it would
+        serve nothing.
+        """
+        while (registrations := await self._list_model_store()) is None:
+            await asyncio.sleep(_STORE_RETRY_S)
+        for registration in registrations:
+            await self._load(registration)
         try:
             await on_loaded()
         finally:
             self._reconcile_loop.startup_loaded = True
             self._reconcile_loop.trigger()
 
+    async def _list_model_store(self) -> list[Registration] | None:
+        """Return what start-up loads, or None where that is unknown and nothing is registered either."""
+        try:
+            return await asyncio.to_thread(self._ingestor.startup_registrations)
+        except ConfigurationError as error:
+            log.error("%s", error)
+            return [] if self._state.registry.models else None
+
     async def _load(self, registration: Registration) -> None:
         url = redact_url(registration.url)
         history = self.open_history(registration)
         try:
             with self._events.record_failure(history):
-                spec = await self._apply_archive(registration, history)
+                spec = await self.apply_archive(registration, history)
             if spec is not None:
-                self._watch(history, spec)
+                self.watch(history, spec)
         except RelayError as error:
             log.error("%s was not loaded: %s\n%s", url, error, getattr(error, "detail", ""))
         except Exception:  # a broken archive must not keep the others from loading
             log.exception("%s was not loaded", url)
 
-    async def _apply_archive(self, registration: Registration, history: EventHistory) -> ModelSpec | None:
-        """Register an archive of the model store where it is new or has changed.
+    async def apply_archive(
+        self,
+        registration: Registration,
+        history: EventHistory,
+        check: Callable[[ModelSpec], Awaitable[None]] | None = None,
+        loaded_at_startup: bool = True,
+    ) -> ModelSpec | None:
+        """Register an archive of the operator's where it is new or has changed.
 
-        Return the registered spec, or None where the version was removed before.
+        ``check`` is awaited with the spec, and raises to refuse it. Return the registered spec, or None where
+        the version was removed before.
         """
         state = self._state
         async with self.ingest(registration, history, at_startup=True) as spec:
+            spec = spec.with_(loaded_at_startup=loaded_at_startup)
+            if check is not None:
+                await check(spec)
             version_settings = self._settings.control.models.get(spec.name, {}).get(spec.version)
             default = version_settings is not None and version_settings.default_version
             if registry_changes.apply_archive(state.registry, spec, default) is not state.registry:
                 await self.install_requirements(spec, history)
+            while self._reconcile_loop.is_draining(spec.ref):
+                await self._reconcile_loop.wait_for_round()
             async with state.exclusive():
                 after = registry_changes.apply_archive(state.registry, spec, default)
                 if after is not state.registry:
@@ -287,7 +314,9 @@ class ModelService:
         spec = find_version(self._state.registry, model, version)  # it may have been removed meanwhile
         pending = self._metrics.total("torchrelay_queue_depth", model=spec.name, version=spec.version)
         is_default = self._state.registry.models[model].default == spec.version
-        return VersionDescription(spec, self._reconcile_loop.get_status(spec.ref), is_default, pending)
+        status = self._reconcile_loop.get_status(spec.ref)
+        status = replace(status, workers=self._metrics.add_memory(spec.ref, status.workers))
+        return VersionDescription(spec, status, is_default, pending)
 
     async def get_metadata(self, model: str, version: str | None) -> dict[str, Any]:
         """Return one replica's response to a ``describe`` request; empty where it is no JSON object."""
@@ -312,7 +341,8 @@ class ModelService:
 
     async def list_versions(self, model: str) -> list[str]:
         find_version(self._state.registry, model, None)
-        return sorted(self._state.registry.models[model].versions)
+        record = self._state.registry.models[model]
+        return sorted(record.versions, key=lambda version: (version != record.default, version))
 
     async def list_models(self) -> list[tuple[str, str]]:
         models = self._state.registry.models.items()
@@ -325,7 +355,7 @@ class ModelService:
         if registration is None and not self._events.has_events(model):
             spec = find_version(self._state.registry, model, None)
             history = self._events.open(model, version=spec.version, workers=spec.min_workers)
-            self._watch(history, spec)
+            self.watch(history, spec)
         return await self._events.wait_for_events(model, registration, since, timeout)
 
     async def list_events(self, query: EventQuery, allowed_models: tuple[str, ...]) -> list[ModelEvent]:
@@ -371,7 +401,7 @@ class ModelService:
         name = (registration.model_name or archive_stem(archive))[:_MAX_LINE_LENGTH]
         return self._events.open(name, registration.id, url=redact_url(registration.url)[:_MAX_LINE_LENGTH])
 
-    def _watch(self, history: EventHistory, spec: ModelSpec) -> None:
+    def watch(self, history: EventHistory, spec: ModelSpec) -> None:
         """Complete a history for a caller that does not wait."""
         check = self._reconcile_loop.watch_registration(spec.ref)
 

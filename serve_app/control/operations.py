@@ -15,6 +15,7 @@ from serve_app.domain.access_keys import KeyDocument, KeyRequest, NewKeyDocument
 from serve_app.domain.adapter import AdapterDocument, AdapterRequest
 from serve_app.domain.async_prediction import AsyncPredictionDocument, StoredRequest, StoredResponse
 from serve_app.domain.audit import AuditDocument, AuditQuery
+from serve_app.domain.autoscaling import ReplicaCount
 from serve_app.domain.capture import DriftDocument
 from serve_app.domain.experiment import (
     Experiment,
@@ -78,6 +79,12 @@ class ControlAPI:
         wait: bool,
         autoscaling: Mapping[str, Any] | None = None,
     ) -> ScalingProgress: ...
+
+    async def set_replicas(self, model: str, version: str | None, replicas: int) -> ReplicaCount:
+        """Set the number of replicas of a version whose autoscaling policy is ``external``.
+
+        The nearest number within its bounds is set. Raises ModelNotFound, VersionNotFound and Conflict.
+        """
 
     async def set_default(self, model: str, version: str) -> ModelRef:
         """Make ``version`` the one that requests without a version get once this returns."""

@@ -43,12 +43,14 @@ def _limit(state: DesiredState, running: int, machines: Mapping[str, Mapping[str
     limit = max(running, count_fitting(state.spec, machines) + MARGIN)
     if high <= limit:
         return state
+    if state.replicas is not None:
+        return replace(state, replicas=limit)
     return replace(state, spec=state.spec.with_(min_workers=min(low, limit), max_workers=limit))
 
 
 def count_fitting(spec: ModelSpec, machines: Mapping[str, Mapping[str, float]]) -> int:
     """Return the number of replicas of a version that the cluster holds if it runs nothing else."""
-    needs = {**_claims(spec), "memory": max(_MIN_RANK_BYTES, spec.claimed_memory)}
+    needs = _needs(spec)
     ranks = [
         min(floor((resources.get(kind, 0) + _ROUNDING) / amount) for kind, amount in needs.items())
         for resources in machines.values()
@@ -56,6 +58,31 @@ def count_fitting(spec: ModelSpec, machines: Mapping[str, Mapping[str, float]]) 
     if spec.ranks == 1 or spec.placement_strategy != "STRICT_PACK":
         return sum(ranks) // spec.ranks
     return sum(count // spec.ranks for count in ranks)
+
+
+def exceeds_cluster(
+    spec: ModelSpec,
+    machines: Mapping[str, Mapping[str, float]],
+    node_types: Mapping[str, Mapping[str, float]],
+) -> bool:
+    """Return whether replicas of a version would never be started, because the cluster holds fewer.
+
+    Up to MARGIN more are started, and any number where a node type holds one.
+    """
+    if spec.min_workers <= MARGIN or find_node_type(spec, node_types):
+        return False
+    return spec.min_workers > count_fitting(spec, machines) + MARGIN
+
+
+def explain_excess(spec: ModelSpec, machines: Mapping[str, Mapping[str, float]]) -> str:
+    """Return an error for a version with more replicas than the cluster holds, with their number."""
+    needs = " and ".join(f"{format_amount(kind, amount)} {kind}" for kind, amount in _needs(spec).items())
+    ranks = f"{spec.ranks} × " if spec.ranks > 1 else ""
+    return (
+        f"{spec.min_workers:,} replicas of {spec.name} {spec.version} are required, and the cluster can hold "
+        f"{count_fitting(spec, machines):,} of them, each with {ranks}{needs}. Require no more than these, "
+        "or add nodes; nodes that an autoscaler adds are declared in control.node_types"
+    )
 
 
 def find_impossible(
@@ -87,6 +114,11 @@ def _claims(spec: ModelSpec) -> dict[str, float]:
     """Return the resources that each rank claims."""
     claims = {"CPU": spec.num_cpus, "GPU": spec.num_gpus, "memory": spec.claimed_memory}
     return {kind: amount for kind, amount in claims.items() if amount > 0}
+
+
+def _needs(spec: ModelSpec) -> dict[str, float]:
+    """Return the resources that each rank takes: its claims, and the memory of a process at least."""
+    return {**_claims(spec), "memory": max(_MIN_RANK_BYTES, spec.claimed_memory)}
 
 
 def find_missing(spec: ModelSpec, free: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:

@@ -16,8 +16,10 @@ from serve_app.control import placement_check
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.pools.tracker import PoolTracker, host_states
 from serve_app.control.reconciler import ActResult, Reconciler, is_dead
+from serve_app.control.recycling import ReplicaRecycler
 from serve_app.control.registry import DesiredState, Registry, changed_models, desired_states
 from serve_app.control.replica_health import PLACEMENT_TIMEOUT_S, HealthTracker, ObservedApp
+from serve_app.control.scaling import ReplicaScaler
 from serve_app.control.state import StateStore
 from serve_app.domain.model import ModelRef, ModelSpec, ModelStatus, ScalingProgress
 from serve_app.errors import Conflict, InsufficientResources, StartFailed
@@ -46,6 +48,8 @@ class ReconcileLoop:
         meters: Meters,
         settings: Settings,
         pools: PoolTracker | None = None,
+        recycler: ReplicaRecycler | None = None,
+        scaler: ReplicaScaler | None = None,
     ) -> None:
         self.startup_loaded = False  # the archives that start-up loads are in the registry
         self._health = health
@@ -53,6 +57,10 @@ class ReconcileLoop:
         self._meters = meters
         self._settings = settings
         self._pools = pools or PoolTracker()
+        self._recycler = recycler
+        if recycler is not None:
+            health.is_recycling = recycler.is_replacing
+        self._scaler = scaler
         self.on_crash: Callable[[CrashReport], None] = lambda crash: None
         # Serve's client is not thread-safe.
         self._serve_thread = ThreadPoolExecutor(1, thread_name_prefix="serve")
@@ -69,18 +77,28 @@ class ReconcileLoop:
         self._last_snapshot: Mapping[str, object] = {}
         self._changed_at = 0.0
         self._unplaced_since: dict[ModelRef, float] = {}  # versions with a replica without a place
+        self._reported_waiting: set[ModelRef] = set()  # versions whose missing places are in the log
         self._trigger = asyncio.Event()
         self._round_ended = asyncio.Event()
 
     async def run(self) -> None:
+        last_failure = ""
         while True:
             self._trigger.clear()  # before the round: a trigger during it starts the next one
             started_at = time.monotonic()
             try:
                 busy = await self._reconcile()
-            except Exception:
-                log.exception("a round failed; the next one follows")
-                busy = False
+                last_failure = ""
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+                log.error(
+                    "The versions' replicas could not be compared with the registry; trying again within "
+                    "%.0f s: %s",
+                    self._settings.control.reconcile_period,
+                    failure,
+                    exc_info=failure != last_failure,  # a traceback for each attempt would hide the others
+                )
+                last_failure, busy = failure, False
             # Under frequent changes rounds take at most half of the time; one of 10,000 versions takes 0.5 s.
             await asyncio.sleep(time.monotonic() - started_at)
             period = _BUSY_PERIOD if busy else self._settings.control.reconcile_period
@@ -230,13 +248,19 @@ class ReconcileLoop:
         free = await self.run_in_serve_thread(self._reconciler.get_free_resources)
         return placement_check.find_missing(spec.with_(memory=observed.memory), free)
 
-    async def check_placement(self, spec: ModelSpec) -> None:
-        """Raise InsufficientResources where no node can ever hold a replica of ``spec``."""
-        if spec.max_workers == 0:
+    async def check_placement(self, spec: ModelSpec, accepted: int = 0) -> None:
+        """Raise InsufficientResources where no node can hold a replica, or the cluster not all of them.
+
+        No more than ``accepted``, as there were before, are never refused: their nodes may be away.
+        """
+        if spec.max_workers == 0 or 0 < spec.min_workers <= accepted:
             return
         machines = await self.run_in_serve_thread(self._reconciler.get_total_resources)
-        if missing := placement_check.find_impossible(spec, machines, self._settings.control.node_types):
+        node_types = self._settings.control.node_types
+        if missing := placement_check.find_impossible(spec, machines, node_types):
             raise InsufficientResources(placement_check.explain_impossible(spec, missing))
+        if placement_check.exceeds_cluster(spec, machines, node_types):
+            raise InsufficientResources(placement_check.explain_excess(spec, machines))
 
     def record_crashes(
         self, crashes: Iterable[CrashReport], desired: Mapping[str, DesiredState] | None = None
@@ -249,7 +273,8 @@ class ReconcileLoop:
             if wanted is not None and wanted.spec.digest == crash.digest:
                 log.error("%s: replica %s died. %s", crash.app, crash.replica, crash.cause)
                 self._health.record_crash(wanted.spec, crash)
-                self._meters.replica_failure(wanted.spec.name, wanted.spec.version, "crashed")
+                name, version = wanted.spec.name, wanted.spec.version
+                self._meters.instrument("torchrelay_replica_failures", name, version, "crashed").inc()
 
     async def _explain_no_replica(self, spec: ModelSpec) -> str:
         observed = self._observed.get(spec.ref.app)
@@ -268,8 +293,10 @@ class ReconcileLoop:
 
     async def _reconcile(self) -> bool:
         """Observe, update and act once; return whether a change is in progress."""
-        desired = self._desired_states()
         observed = await self.run_in_serve_thread(self._reconciler.observe)
+        desired = self._desired_states()
+        if self._scaler is not None:
+            desired = self._scaler.apply(desired, observed)
         self._pools.set_observed(observed)
         crashes = await asyncio.to_thread(crash_reports.collect_reports, self._settings.crash_reports_dir)
         self.record_crashes(crashes, desired)
@@ -277,9 +304,11 @@ class ReconcileLoop:
         registry = self.state.registry
         pooled = self._pools.desired_states(registry)
         self._update_health({**desired, **pooled}, {**observed, **self._pools.observe_all(registry)})
+        self._report_replaced()
         startable = {app: state for app, state in desired.items() if self._health.may_start(state.spec.ref)}
         result = await self.run_in_serve_thread(self._reconciler.act, startable, observed)
         self._record_problems(desired, result)
+        is_recycling = await self._recycle(desired, observed)
         await self._remove_archives(observed)
         self.state.publish()
         round_ended, self._round_ended = self._round_ended, asyncio.Event()
@@ -291,7 +320,44 @@ class ReconcileLoop:
             result.count > len(result.problems)
             or (moving and self._has_changed_lately(observed))
             or any(app not in desired for app in observed)
+            or is_recycling
         )
+
+    def _report_replaced(self) -> None:
+        """Log and count the replicas that Serve has replaced although no process has crashed."""
+        for ref, replica in self._health.take_replaced():
+            log.warning(
+                "%s: Ray Serve has replaced the replica %s (pid %d on %s), and no crash was reported. It "
+                "failed its health checks because it hung or was paused, or its node was lost or drained",
+                ref.app,
+                replica.id,
+                replica.pid,
+                replica.node or "this node",
+            )
+            self._meters.instrument("torchrelay_replica_failures", ref.name, ref.version, "replaced").inc()
+
+    async def _recycle(
+        self, desired: Mapping[str, DesiredState], observed: Mapping[str, ObservedApp]
+    ) -> bool:
+        """Continue and begin replacements of replicas at their limits; return whether one is running."""
+        recycler = self._recycler
+        if recycler is None:
+            return False
+        waiting = [ref for ref in recycler.find_waiting(observed) if ref.app in desired]
+        free = await self.run_in_serve_thread(self._reconciler.get_free_resources) if waiting else {}
+        without_place = [
+            ref
+            for ref in waiting
+            if placement_check.find_missing(
+                desired[ref.app].spec.with_(memory=observed[ref.app].memory), free
+            )
+        ]
+        for ref, replica, drain_first in recycler.plan(desired, observed, without_place):
+            try:
+                await self.run_in_serve_thread(recycler.replace, ref.app, replica, drain_first)
+            except Exception as error:  # the controller is being replaced; the replica repeats its request
+                log.warning("%s: replica %s could not be replaced: %s", ref.app, replica, error)
+        return recycler.is_active
 
     def update_pools(self) -> None:
         """Update the status of pooled versions from the reports of their hosts, and publish it."""
@@ -315,12 +381,19 @@ class ReconcileLoop:
             if (state := desired.get(app)) is not None:
                 ref = state.spec.ref
                 self._health.record_start_failure(state.spec, StartFailed(ref.name, ref.version, problem))
-        for app, (requested, wanted) in result.shortages.items():
-            note = (
-                f"{wanted} workers are desired, and the cluster holds {requested}; add a node or scale down"
-            )
-            if self._health.record_shortage(desired[app].spec.ref, note):
-                log.warning("%s: %s", app, note)
+        self._health.shortages = {desired[app].spec.ref: note for app, note in result.shortages.items()}
+        self._report_waiting()
+
+    def _report_waiting(self) -> None:
+        """Log once what each version without enough places waits for: the free amounts change often."""
+        reasons = {**self._health.waiting, **self._health.shortages}
+        for ref in reasons.keys() - self._reported_waiting:
+            log.warning("%s %s has no place for all its replicas: %s", ref.name, ref.version, reasons[ref])
+        # One that still has no place, although resources are free for a moment, waits on.
+        placed = self._reported_waiting - reasons.keys() - self._unplaced_since.keys()
+        for ref in placed:
+            log.info("%s %s waits for no place any more", ref.name, ref.version)
+        self._reported_waiting = (self._reported_waiting | reasons.keys()) - placed
 
     async def _explain_waiting(
         self, desired: Mapping[str, DesiredState], observed: Mapping[str, ObservedApp]
@@ -338,12 +411,16 @@ class ReconcileLoop:
         if not waiting:
             return {}
         free = await self.run_in_serve_thread(self._reconciler.get_free_resources)
+        machines = await self.run_in_serve_thread(self._reconciler.get_total_resources)
+        node_types = self._settings.control.node_types
         reasons = {}
         for ref in waiting:
             spec, current = unplaced[ref]
             claiming = spec.with_(memory=current.memory)
-            if missing := placement_check.find_missing(claiming, free):
-                node_type = placement_check.find_node_type(claiming, self._settings.control.node_types)
+            if impossible := placement_check.find_impossible(claiming, machines, node_types):
+                reasons[ref] = placement_check.explain_impossible(claiming, impossible)
+            elif missing := placement_check.find_missing(claiming, free):
+                node_type = placement_check.find_node_type(claiming, node_types)
                 reasons[ref] = placement_check.explain(claiming, missing, node_type)
         return reasons
 

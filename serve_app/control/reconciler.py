@@ -81,7 +81,10 @@ def plan(
             if current is not None and (current.running or (current.route and current.replicas))
             else None
         )
-        scaling = autoscaling_config(state.spec, current is not None and current.scaling is not None)
+        bounded = state.spec
+        if state.replicas is not None:
+            bounded = bounded.with_(min_workers=state.replicas, max_workers=state.replicas)
+        scaling = autoscaling_config(bounded, current is not None and current.scaling is not None)
         attempt = current.attempt + (current.status == "DEPLOY_FAILED") if current is not None else 0
         config = user_config(state)
         keeps_replicas = current is not None and current.config.get("code") == config.get("code")
@@ -110,13 +113,13 @@ def _has_desired_scale(current: ObservedApp, state: DesiredState, scaling: Mappi
 class ActResult:
     """The outcome of a round of actions.
 
-    ``problems`` holds by application why it could not be deployed. ``shortages`` holds by application the
-    number of requested replicas and the larger desired number, for which the cluster is too small.
+    ``problems`` holds by application why it could not be deployed. ``shortages`` holds by application why
+    fewer replicas are requested than desired: the cluster is too small for them.
     """
 
     count: int
     problems: Mapping[str, str]
-    shortages: Mapping[str, tuple[int, int]]
+    shortages: Mapping[str, str]
 
 
 def _attempt(
@@ -220,9 +223,10 @@ class Reconciler:
         count = 0
         problems: dict[str, str] = {}
         running = {app: current.running for app, current in observed.items()}
-        limited = desired
+        limited, machines = desired, {}
         if any(state.max_replicas > placement_check.MARGIN for state in desired.values()):
-            limited = placement_check.limit_to_cluster(desired, running, _list_machines())
+            machines = _list_machines()
+            limited = placement_check.limit_to_cluster(desired, running, machines)
         configs = {app: _attempt(app, problems, self._user_config, state) for app, state in limited.items()}
         plannable = {app: state for app, state in limited.items() if app not in problems}
         for wave in plan(
@@ -240,7 +244,9 @@ class Reconciler:
                     targets.append(target)
             _deploy(targets, problems)
         shortages = {
-            app: (limited[app].min_replicas, state.min_replicas)
+            app: placement_check.explain_excess(
+                state.spec.with_(min_workers=state.min_replicas, max_workers=state.max_replicas), machines
+            )
             for app, state in desired.items()
             if limited[app].min_replicas < state.min_replicas
         }
@@ -273,13 +279,14 @@ _PROCESS_ENDED = (
 def _to_replica_info(replica: Mapping[str, Any]) -> ReplicaInfo:
     state = str(getattr(replica["state"], "value", replica["state"]))
     pid = replica.get("pid") or 0  # absent before its process starts
+    node = replica.get("node_ip") or ""
     return ReplicaInfo(
         id=replica["replica_id"],
         pid=pid,
         started_at=replica["start_time_s"],
         ready=state in _READY_STATES,
-        memory=_resident_bytes(pid),
-        node=replica.get("node_ip") or "",
+        memory=_resident_bytes(pid) if node == ray.util.get_node_ip_address() else 0,
+        node=node,
     )
 
 
@@ -296,9 +303,7 @@ def is_dead(worker: ReplicaInfo) -> bool:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the resident bytes of a process on this machine; 0 for one on another machine."""
     try:
-        process = psutil.Process(pid)
-        return process.memory_info().rss if "ray" in process.name().lower() else 0
+        return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0

@@ -64,14 +64,15 @@ class DesiredState:
 
     spec: ModelSpec
     route: str | None
+    replicas: int | None = None  # between the bounds, where Ray Serve's autoscaler does not choose it
 
     @property
     def min_replicas(self) -> int:
-        return self.spec.min_workers
+        return self.spec.min_workers if self.replicas is None else self.replicas
 
     @property
     def max_replicas(self) -> int:
-        return self.spec.max_workers
+        return self.spec.max_workers if self.replicas is None else self.replicas
 
 
 def get_record(registry: Registry, name: str) -> ModelRecord:
@@ -280,7 +281,8 @@ def _version_route(spec: ModelSpec, status: ModelStatus | None, healthy: bool) -
         pool=spec.pool if spec.is_pooled else "",
         pool_hosts=status.pool_hosts or 1,
         pin_loaded=spec.pin_loaded,
-        revision=spec.revision if spec.is_pooled else "",
+        revision=spec.revision if spec.is_pooled or spec.response_cache is not None else "",
+        response_cache=spec.response_cache,
         graph=spec.graph,
         adapters=spec.all_adapters,
         signature=spec.signature or status.signature,

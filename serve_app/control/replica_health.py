@@ -20,6 +20,8 @@ from serve_app.telemetry.crash_reports import CrashReport
 BACKOFF_S = (0, 0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55)
 PLACEMENT_TIMEOUT_S = 30.0  # seconds that a replica may wait for a place, beyond its startup_timeout
 _CRASH_WINDOW_S = 300.0  # seconds for which a crash counts
+_CRASH_REPORT_TIMEOUT_S = 10.0  # for which the report of a replica's crash is waited for
+_STEADY = {"RUNNING", "UNHEALTHY"}  # the states of an application that is not being updated
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ class HealthTracker:
         # The last attempt that Ray Serve gave up and that was recorded.
         self._failed_attempts: dict[ModelRef, int] = {}
         self._crashes: dict[ModelRef, list[float]] = {}
+        # Ready replicas that Serve has replaced, with the time; their crashes may still be reported.
+        self._replaced: dict[ReplicaInfo, tuple[ModelRef, float]] = {}
+        self._reported_crashes: dict[str, float] = {}  # by replica; Serve may notice them later
         self._incomplete_since: dict[ModelRef, float] = {}
         self._last_errors: dict[ModelRef, tuple[str, float]] = {}
         self._loading_since: dict[ModelRef, float] = {}
@@ -91,7 +96,9 @@ class HealthTracker:
         # The last start's seconds and the declaration are kept while a registered version does not run.
         self._start_seconds: dict[ModelRef, float] = {}
         self._declarations: dict[ModelRef, _Declaration] = {}
+        self.is_recycling: Callable[[ModelRef], bool] = lambda ref: False
         self.waiting: Mapping[ModelRef, str] = {}  # what versions with replicas without a place wait for
+        self.shortages: Mapping[ModelRef, str] = {}  # why fewer replicas are requested than desired
 
     def update(
         self,
@@ -173,12 +180,18 @@ class HealthTracker:
             declared.signature,
             declared.input_type,
             declared.schemas,
-            self.waiting.get(ref, ""),
+            self.shortages.get(ref) or self.waiting.get(ref, ""),
             observed.pool_hosts if observed is not None else 0,
         )
         if status != self.statuses.get(ref):  # an unchanged one stays the same object: see TableBuilder
             self._set_status(ref, status)
-        changes_with_time = (self._failures, self._incomplete_since, self._loading_since, self.waiting)
+        changes_with_time = (
+            self._failures,
+            self._incomplete_since,
+            self._loading_since,
+            self.waiting,
+            self.shortages,
+        )
         if not any(ref in by_ref for by_ref in changes_with_time):
             self._settled[ref] = state, observed
         else:
@@ -193,6 +206,23 @@ class HealthTracker:
         if observed.config == previous.config and observed.replicas >= previous.replicas:
             gone = {w.id for w in previous.workers if w.ready} - {w.id for w in observed.workers}
             self._crashes.setdefault(ref, []).extend(now for _ in gone)
+            if {observed.status, previous.status} <= _STEADY and not self.is_recycling(ref):
+                ready = {w.id for w in observed.workers if w.ready}
+                known = ready | self._reported_crashes.keys()
+                lost = (w for w in previous.workers if w.ready and w.id not in known)
+                self._replaced.update((worker, (ref, now)) for worker in lost)
+
+    def take_replaced(self) -> list[tuple[ModelRef, ReplicaInfo]]:
+        """Return the ready replicas that Serve has replaced some seconds ago, and that have not crashed."""
+        now = self._clock()
+        due = now - _CRASH_REPORT_TIMEOUT_S
+        self._reported_crashes = {
+            id: when for id, when in self._reported_crashes.items() if when > now - _CRASH_WINDOW_S
+        }
+        taken = [(ref, worker) for worker, (ref, when) in self._replaced.items() if when <= due]
+        for _, worker in taken:
+            del self._replaced[worker]
+        return [(ref, worker) for ref, worker in taken if ref in self.statuses]
 
     def _phase(self, ref: ModelRef, running: int, idle: bool) -> Phase:
         if running:
@@ -240,19 +270,16 @@ class HealthTracker:
         """Store an error that needs no new start as a version's last one."""
         self._set_last_error(ref, note, time.time())
 
-    def record_shortage(self, ref: ModelRef, note: str) -> bool:
-        """Store that the cluster holds fewer workers than desired; return whether the note is new."""
-        if self._last_errors.get(ref, ("", 0.0))[0] == note:
-            return False
-        self._set_last_error(ref, note, time.time())
-        return True
-
     def record_crash(self, spec: ModelSpec, crash: CrashReport) -> None:
         """Store the reason why a replica's process ended; while it was loading, its start has failed.
 
-        A report of a death before ``reset_backoff`` changes nothing: it would be that of the earlier attempt.
+        A report of an attempt before ``reset_backoff`` changes nothing: a death before it, or a start that
+        began before it. Serve kills such a start late, when it deletes the failed attempt's application.
         """
-        if crash.when < self._reset_times.get(spec.ref, 0.0):
+        self._reported_crashes[crash.replica] = self._clock()
+        for worker in [worker for worker in self._replaced if worker.id == crash.replica]:
+            del self._replaced[worker]
+        if self.is_outdated(spec.ref, crash.started if crash.loading else crash.when):
             return
         if crash.loading:
             error_type = StartOutOfMemory if crash.out_of_memory else StartFailed
@@ -309,8 +336,12 @@ class HealthTracker:
         ref = state.spec.ref
         status = self.statuses.get(ref)
         waited = self._clock() - self._incomplete_since.get(ref, self._clock())
+        has_no_place = ref in self.waiting or ref in self.shortages
         return (
             ref in self._failures
+            or (
+                has_no_place and waited > PLACEMENT_TIMEOUT_S
+            )  # it does not load, so its timeout does not count
             or (status is not None and status.replicas >= state.min_replicas)
             or waited > state.spec.startup_timeout + PLACEMENT_TIMEOUT_S
         )
@@ -322,6 +353,10 @@ class HealthTracker:
         self._reset_times[ref] = time.time()
         if (status := self.statuses.get(ref)) is not None:
             self._set_status(ref, replace(status, last_error="", error_time=0.0))
+
+    def is_outdated(self, ref: ModelRef, when: float) -> bool:
+        """Return whether a time in seconds since the epoch is before the version's last ``reset_backoff``."""
+        return when < self._reset_times.get(ref, 0.0)
 
     def remove(self, ref: ModelRef) -> None:
         """Drop the state of a removed version: a later one of its name is another archive."""

@@ -53,7 +53,9 @@ class ResultHistory:
         try:
             await asyncio.to_thread(self._insert, row)
         except Unavailable as error:
-            log.warning("a point in the history of %s %s is lost: %s", self._kind, subject, error)
+            log.warning(
+                "A point in the history of the %s %s could not be stored: %s", self._kind, subject, error
+            )
         else:
             self._last[subject] = now, encoded
 

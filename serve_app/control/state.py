@@ -111,12 +111,22 @@ class StateStore:
 
     async def run(self) -> None:
         """Load the changes of other servers soon after they are stored, until cancelled."""
+        is_readable = True
         while True:
             await asyncio.sleep(_REFRESH_PERIOD_S)
             try:
                 await self.refresh()
+                if not is_readable:
+                    log.info("The database can be read again.")
+                is_readable = True
             except Unavailable as error:
-                log.debug("the changes of other servers are loaded later: %s", error)
+                if is_readable:  # once: a database may be away for hours
+                    log.error(
+                        "The database cannot be read; predictions continue, and changes are refused until it "
+                        "can: %s",
+                        error,
+                    )
+                is_readable = False
             except Exception:
                 log.exception("the changes of other servers could not be loaded; trying again")
 

@@ -9,6 +9,7 @@ that a scrape is as fresh as the response to a sample request.
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 import time
 from collections.abc import Awaitable, Callable
@@ -19,10 +20,14 @@ from serve_app.domain.routing_table import RoutingTable, TableDelta
 from serve_app.telemetry.metrics import MetricsReport
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
+log = logging.getLogger(__name__)
+
 Nudge = Literal["samples", "all samples"]  # a request for the changed values of the reader's metrics, or all
 
 _KEPT_TABLES = 16  # earlier tables; they share the routes that have not changed
 _LIVENESS_CHECK_S = 0.25  # seconds for which a slow reader is waited for before its process is looked up
+_LOOK_UP_TIMEOUT_S = 1.0
+_SILENT_CHECK_S = 10.0  # seconds between two look-ups of the processes that have fallen silent
 
 
 @dataclass
@@ -37,7 +42,7 @@ class TablePublisher:
     """The published table and its readers. Every method runs on the event loop of the process that owns it.
 
     ``poll_timeout`` is the duration of a poll without news, in seconds; a reader not seen for three of them
-    is dropped. ``on_publish`` passes the table to a reader in this process.
+    is dropped: no change waits for it. ``on_publish`` passes the table to a reader in this process.
     """
 
     def __init__(
@@ -51,6 +56,9 @@ class TablePublisher:
         self._poll_timeout = poll_timeout
         self._on_publish = on_publish
         self._readers: dict[str, _TableReader] = {}
+        # Dropped readers, whose processes may still run, and whether they do and it is logged.
+        self._silent: dict[str, bool] = {}
+        self._silent_checked_at = float("-inf")  # on the monotonic clock
         self._earlier: dict[int, RoutingTable] = {}  # by generation, the oldest first
         self._deltas: dict[int, TableDelta] = {}  # to the present table, by the generation before
         self._pickled: tuple[int, bytes] = (0, b"")  # the generation of a whole table, and the table
@@ -66,6 +74,8 @@ class TablePublisher:
         """
         reader = self._readers.setdefault(source, _TableReader())
         reader.generation, reader.last_seen = generation, time.monotonic()
+        if self._silent.pop(source, False):
+            log.info("The process of replica %s polls again", source)
         if samples is not None:
             if not self._metrics.put(source, samples):
                 return "all samples"
@@ -95,6 +105,7 @@ class TablePublisher:
         if samples is not None:
             self._metrics.put(source, samples)
         self._readers.pop(source, None)
+        self._silent.pop(source, None)
         self._metrics.end(source)
         self._reader_changed.set()
 
@@ -154,6 +165,7 @@ class TablePublisher:
         live_readers: Callable[[], Awaitable[set[str]]],
     ) -> list[str]:
         deadline = time.monotonic() + timeout
+        await self._end_silent(timeout, live_readers)
         while True:
             self._drop_silent()
             missing = [source for source, reader in self._readers.items() if not is_done(reader)]
@@ -166,12 +178,49 @@ class TablePublisher:
             except asyncio.TimeoutError:
                 if timeout < _LIVENESS_CHECK_S:
                     continue
-                running = await live_readers()
-                for source in missing:
-                    if source not in running:
-                        self.disconnect(source)
+                if (running := await _look_up(live_readers, remaining)) is not None:
+                    for source in missing:
+                        if source not in running:
+                            self.disconnect(source)
 
     def _drop_silent(self) -> None:
         limit = time.monotonic() - 3 * self._poll_timeout
         for source in [s for s, reader in self._readers.items() if reader.last_seen < limit]:
-            self.disconnect(source)
+            del self._readers[source]
+            self._silent[source] = False
+            self._metrics.suspend(source)
+
+    async def _end_silent(self, timeout: float, live_readers: Callable[[], Awaitable[set[str]]]) -> None:
+        """Disconnect the silent readers whose processes have ended; others may report again."""
+        now = time.monotonic()
+        if not self._silent or timeout < _LIVENESS_CHECK_S or now < self._silent_checked_at + _SILENT_CHECK_S:
+            return
+        self._silent_checked_at = now
+        silent = set(self._silent)  # one that falls silent during the look-up may have started since
+        if (running := await _look_up(live_readers, min(timeout, _LOOK_UP_TIMEOUT_S))) is not None:
+            for source in silent & self._silent.keys():
+                if source not in running:
+                    self.disconnect(source)
+                elif not self._silent[source]:
+                    self._silent[source] = True
+                    log.warning(
+                        "The process of replica %s runs, and has not polled for %.0f s: it is paused, "
+                        "overloaded or cut off. Changes do not wait for it; it gets them when it polls again",
+                        source,
+                        3 * self._poll_timeout,
+                    )
+
+
+async def _look_up(live_readers: Callable[[], Awaitable[set[str]]], timeout: float) -> set[str] | None:
+    """Return the sources that run; None where Ray Serve's controller is busy, or being replaced."""
+    try:
+        return await asyncio.wait_for(live_readers(), timeout)
+    except asyncio.TimeoutError:
+        return None
+    except Exception as error:
+        log.warning(
+            "Ray Serve's controller could not list the running replicas; changes and scrapes wait for slow "
+            "ones until their timeout: %s",
+            error,
+        )
+        return None

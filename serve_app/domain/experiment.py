@@ -32,9 +32,9 @@ class Arm:
 class ExperimentMetric:
     """A metric that is compared between the arms.
 
-    ``latency``: seconds from arrival to response. ``error_rate``: the share of failed requests. ``output``:
-    the number at ``path`` of the response. ``reward``: a value posted later for a request or a key; a missing
-    one counts as zero, unless the metric is measured ``per`` event.
+    ``latency``: milliseconds from arrival to response. ``error_rate``: the percentage of failed requests.
+    ``output``: the number at ``path`` of the response. ``reward``: a value posted later for a request or a
+    key; a missing one counts as zero, unless the metric is measured ``per`` event.
     """
 
     __pydantic_config__ = validation.STRICT

@@ -10,10 +10,12 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal
 
-from serve_app.domain import adapter, autoscaling, capture, signature
+from serve_app.domain import adapter, autoscaling, capture, recycling, response_cache, signature
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.capture import CapturePolicy
+from serve_app.domain.recycling import Recycling
+from serve_app.domain.response_cache import CachePolicy
 from serve_app.domain.signature import Signature
 from serve_app.domain.workflow_graph import WorkflowGraph
 from serve_app.errors import BadRequest
@@ -168,6 +170,17 @@ class ModelSpec:
         document = self.config.get("capture")
         return capture.read(document) if document is not None else None
 
+    @cached_property
+    def response_cache(self) -> CachePolicy | None:
+        """Return the limits of its stored responses; None where its file configures no cache."""
+        document = self.config.get("response_cache")
+        return response_cache.read(document) if document is not None else None
+
+    def find_recycling(self, default: Recycling) -> Recycling:
+        """Return the limits of its replicas; its file replaces keys of the server's ``default``."""
+        document = self.config.get("recycling")
+        return recycling.read_stored(document, default) if document is not None else default
+
     @property
     def all_adapters(self) -> tuple[AdapterSpec, ...]:
         """The adapters of its archive, and those that were loaded at run time."""
@@ -250,6 +263,7 @@ class Registration:
 
     url: str
     model_name: str | None = None
+    version: str | None = None  # in place of the manifest's; only of a repository's folder
     handler: str | None = None
     task: str | None = None  # of a Hugging Face folder, by the names of transformers' pipelines
     runtime: str | None = None
@@ -275,6 +289,7 @@ Stage = Literal[
     "installing",  # a line of the installer
     "starting",  # the number of replicas, and the resources that they wait for
     "isolated",  # it leaves its pool for replicas of its own, and why
+    "recycling",  # a replica that has reached a limit is replaced, and why
     "loading",  # a replica's handler loads its model
     "warming",
     "ready",
@@ -338,6 +353,8 @@ class VersionStats:
     last_batch_at: float = 0.0  # time of the last batch in seconds since the epoch; 0: no batch has run
     # Rows of a batch (of tensors: along the first axis), number of such batches, seconds in the handler.
     batch_sizes: tuple[tuple[int, int, float], ...] = ()
+    cache_hits: int = 0
+    cache_misses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,6 @@ class LoadedVersion:
 
     revision: str
     memory: int = 0
-    device_memory: int = 0
     busy: float = 0.0  # share of the last seconds in which its handler ran
 
 

@@ -52,6 +52,7 @@ class RolloutPlan:
 
 
 State = Literal["starting", "running", "paused", "promoted", "rolled_back", "aborted"]
+ACTIVE_STATES: tuple[State, ...] = ("starting", "running", "paused")
 Verdict = Literal[
     "started", "step", "held", "paused", "resumed", "rolled_back", "aborted", "promoted", "scaled_down"
 ]
@@ -88,7 +89,7 @@ class Rollout:
 
     @property
     def active(self) -> bool:
-        return self.state in ("starting", "running", "paused")
+        return self.state in ACTIVE_STATES
 
     @property
     def percent(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from serve_app.domain.access import AccessTable
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.model import Phase
+from serve_app.domain.response_cache import CachePolicy
 from serve_app.domain.signature import Signature
 from serve_app.domain.traffic_policy import ActiveSplit, TrafficPolicy
 from serve_app.domain.workflow_graph import WorkflowGraph
@@ -37,7 +38,8 @@ class VersionRoute:
     pool: str = ""  # whose hosts load and run it; replica_ids are then the hosts that have loaded it
     pool_hosts: int = 0  # which should have it loaded; others load it only where these are lost
     pin_loaded: bool = False
-    revision: str = ""  # of what the hosts load
+    revision: str = ""  # of what the hosts load, and of what stored responses depend on
+    response_cache: CachePolicy | None = None
     graph: WorkflowGraph | None = None  # of a workflow, whose replicas, if any, run its functions
     adapters: tuple[AdapterSpec, ...] = ()  # LoRA adapters, those of its archive too
     signature: Signature | None = None  # from the model-config.yaml or the handler, where they have one

@@ -363,7 +363,7 @@ def find_weights_error(weights: Mapping[str, int], place: str) -> str:
         listed = ", ".join(f"{name}: {weight}" for name, weight in weights.items()) or "none"
         return (
             f"{place} ({listed}) sum to {total} basis points; they must "
-            f"sum to {BUCKET_COUNT}, which are all calls"
+            f"sum to {BUCKET_COUNT}, which are 100 %"
         )
     return ""
 

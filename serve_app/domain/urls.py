@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from urllib.parse import quote, unquote_plus, urlsplit
+
+
+def matches_any(patterns: Iterable[str], url: str) -> bool:
+    """Return whether one of the regular expressions matches a URL in full."""
+    return any(re.fullmatch(pattern, url) for pattern in patterns)
 
 
 def redact_url(url: str) -> str:

@@ -32,7 +32,14 @@ _ADAPTERS: dict[type, pydantic.TypeAdapter[Any]] = {}  # building one takes mill
 
 
 class DocumentError(ValueError):
-    """An invalid document; the message names the key, the problem and the remedy."""
+    """An invalid document; the message names the key, the problem and the remedy.
+
+    ``path`` leads to the first problem.
+    """
+
+    def __init__(self, message: str, path: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 PendingStatus = Annotated[str, documented("Present while some replicas have not applied the change.")]
@@ -53,9 +60,9 @@ def read(kind: type[T], document: Any, secret_paths: tuple[tuple[str, ...], ...]
     try:
         value: T = _adapter(kind).validate_python(document)
     except pydantic.ValidationError as error:
-        raise DocumentError(
-            "; ".join(_explain(kind, problem, secret_paths) for problem in error.errors())
-        ) from None
+        problems = error.errors()
+        message = "; ".join(_explain(kind, problem, secret_paths) for problem in problems)
+        raise DocumentError(message, tuple(problems[0]["loc"])) from None
     return value
 
 

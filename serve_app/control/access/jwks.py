@@ -53,9 +53,17 @@ class JwkSetSource:
         url = self._settings.jwks_url
         source = redact_url(url) if url else str(self._file)
         try:
-            keys = parse_jwk_set(await self._fetch())
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RecursionError) as error:
+            keys = parse_jwk_set(await asyncio.wait_for(self._fetch(), _TIMEOUT_S))
+        except (
+            asyncio.TimeoutError,
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            OSError,
+            ValueError,
+            RecursionError,
+        ) as error:
             cause = str(error).replace(url, source) if url else error  # httpx names the URL
+            cause = cause or f"{type(error).__name__} after {_TIMEOUT_S:g} s"
             state = "the last ones stay in force" if self._keys else "no token is accepted"
             log.error("the keys of token issuers at %s cannot be read (%s); %s", source, cause, state)
             return False

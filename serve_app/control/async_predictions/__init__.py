@@ -1,0 +1,1 @@
+"""Predictions that are stored and answered later, their results, and webhooks."""

@@ -113,7 +113,7 @@ class BlobStore:
         try:
             await self.remove_unneeded()
         except ResultStoreUnavailable as error:
-            log.warning("what is not needed there any more was not removed, and will be: %s", error)
+            log.warning("Files of ended async predictions were not removed; trying again: %s", error)
 
     async def remove_unneeded(self) -> None:
         """Remove the objects whose removal failed before."""

@@ -189,7 +189,7 @@ class AsyncPredictionService:
                 try:
                     await self._delete(expired)
                 except Unavailable as error:
-                    log.warning("what has expired could not be removed, and will be: %s", error)
+                    log.warning("Expired async predictions could not be removed; trying again: %s", error)
             await asyncio.sleep(min(_GC_INTERVAL, self._settings.retention_s))
 
     async def _remove_objects(self) -> None:
@@ -202,7 +202,9 @@ class AsyncPredictionService:
                 clean, has_warned = self._store.remove_unneeded, False
             except Unavailable as error:
                 if not has_warned:
-                    log.warning("large asynchronous predictions are refused or have to wait: %s", error)
+                    log.warning(
+                        "Large async predictions are refused or wait, until their folder is usable: %s", error
+                    )
                 has_warned = True
             await asyncio.sleep(_GC_INTERVAL)
 
@@ -296,7 +298,7 @@ class AsyncPredictionService:
                 log.error("%s", error)
                 await self._end(id, "failed", None, error.problem)
             except Exception:
-                log.exception("prediction %s failed: a fault of this server", id)
+                log.exception("Async prediction %s failed: a fault of this server", id)
                 await self._end(id, "failed", StoredResponse(500, (), b""))
             else:
                 await self._end(id, "done" if response.status < 400 else "failed", response)
@@ -323,7 +325,7 @@ class AsyncPredictionService:
             except Unavailable as error:
                 if isinstance(error, ResultStoreUnavailable) and time.time() + error.retry_after > deadline:
                     raise PredictionLost(id, f"{error}.") from error
-                log.warning("prediction %s cannot be read now: %s", id, error)
+                log.warning("Async prediction %s cannot be read now; trying again: %s", id, error)
                 response, pause = None, error.retry_after
             if response is not None and (pause is None or time.time() + pause > deadline):
                 return response
@@ -347,17 +349,22 @@ class AsyncPredictionService:
                 await self._store.finish(before, replace(before, **outcome), response)
                 break
             except Unavailable as why:
-                log.warning("the response of prediction %s could not be stored, and will be: %s", id, why)
+                log.warning(
+                    "The response of async prediction %s of %s could not be stored; trying again: %s",
+                    id,
+                    before.model,
+                    why,
+                )
                 if (
                     isinstance(why, ResultStoreUnavailable)
                     and time.time() > now + self._settings.max_queue_time_s
                 ):
                     state, response, error = "failed", None, f"It was there, and could not be stored: {why}."
-                    log.error("prediction %s has lost its response: %s", id, why)
+                    log.error("The response of async prediction %s of %s is lost: %s", id, before.model, why)
                     continue
             await asyncio.sleep(_STORE_RETRY_S)
         after = self._change(id, **outcome)
-        self._meters.count_async_prediction(after.model, state)
+        self._meters.instrument("torchrelay_async_predictions_ended", after.model, state).inc()
         if after.webhook:
             self._spawn(self._send_webhook(id))
 
@@ -367,7 +374,7 @@ class AsyncPredictionService:
         headers, span = tracing.begin_call(context, "webhook")
         with tracing.ended(span):
             delivered = await self._webhooks.send(prediction.webhook, id, prediction.to_dict(), headers)
-        self._meters.webhook("delivered" if delivered else "failed")
+        self._meters.instrument("torchrelay_webhooks", "delivered" if delivered else "failed").inc()
         if id in self._all:
             prediction = self._change(id, webhook_state="delivered" if delivered else "failed")
             with contextlib.suppress(Unavailable):  # the webhook is sent again after the next start

@@ -23,7 +23,7 @@ from urllib.parse import SplitResult, urlsplit
 import orjson
 
 from serve_app.errors import BadRequest, ConfigurationError
-from serve_app.settings import AsyncPredictionSettings
+from serve_app.settings import AsyncPredictionSettings, read_secret
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,15 @@ class WebhookSender:
         for attempt in range(self._attempts):
             if attempt:
                 await asyncio.sleep(min(self._first_pause * 2 ** (attempt - 1), _MAX_RETRY_PAUSE))
-            error = await self._post(url, {**headers, **self._signed_headers(id, body)}, body)
+            error = await self._try_post(url, {**headers, **self._signed_headers(id, body)}, body)
             if error is None:
                 return True
             log.info("the webhook of prediction %s was not taken (attempt %d): %s", id, attempt + 1, error)
         log.warning(
-            "the webhook of prediction %s was not taken in %d attempts: %s", id, self._attempts, error
+            "The webhook of async prediction %s was not accepted in %d attempts; its result stays: %s",
+            id,
+            self._attempts,
+            error,
         )
         return False
 
@@ -93,6 +96,13 @@ class WebhookSender:
         parts = urlsplit(str(url))
         named = (pattern for pattern in self._patterns if not set("*?[") & set(pattern.hostname or ""))
         return any(_matches(parts, pattern) for pattern in named)
+
+    async def _try_post(self, url: str, headers: dict[str, str], body: bytes) -> str | None:
+        """Return the problem of one attempt, if any. httpx limits each step of it, and this all of them."""
+        try:
+            return await asyncio.wait_for(self._post(url, headers, body), self._timeout)
+        except asyncio.TimeoutError:
+            return f"it took longer than webhook_timeout ({self._timeout:g} s)"
 
     async def _post(self, url: str, headers: dict[str, str], body: bytes) -> str | None:
         import httpx  # late, as the next: most servers never need it
@@ -135,10 +145,5 @@ def _matches(url: SplitResult, pattern: SplitResult) -> bool:
 
 
 def _read_secret(setting: str, environ: Mapping[str, str]) -> bytes:
-    kind, _, name = setting.partition(":")
-    if kind != "env" or not environ.get(name):
-        cure = "write env: and a variable of the server's environment that holds it"
-        raise ConfigurationError(
-            "async_predictions.webhook_secret", f"webhooks are signed, and there is no secret; {cure}"
-        )
-    return environ[name].encode()
+    problem = "webhooks are signed, and there is no secret"
+    return read_secret("async_predictions.webhook_secret", setting, problem, environ).encode()

@@ -1,0 +1,1 @@
+"""The drift of captured requests from a reference."""

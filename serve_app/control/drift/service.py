@@ -149,7 +149,7 @@ class DriftService:
         try:
             await self._save()
         except Unavailable as error:
-            log.warning("the last drift statistics are lost: %s", error)
+            log.warning("The drift statistics since the last storing are lost: %s", error)
 
     def _find_record(self, key: Key, spec: ModelSpec) -> DriftRecord:
         """Return the record of a version's archive, a new one in place of that of a replaced archive."""

@@ -1,0 +1,1 @@
+"""A/B tests: their start and end, and the analysis of their metrics by confidence sequences."""

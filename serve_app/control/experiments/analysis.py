@@ -41,10 +41,10 @@ class _MetricKind(NamedTuple):
 _NUMBER = _MetricKind("", "", 1.0, "values", (-math.inf, math.inf), 0.1, 0.0, "10 %")
 _KINDS = {
     "latency": _NUMBER._replace(
-        unit="ms", of_difference=" ms", scale=1000.0, values="calls", bounds=(0.0, math.inf)
+        unit="ms", of_difference=" ms", scale=1000.0, values="requests", bounds=(0.0, math.inf)
     ),
     "error_rate": _MetricKind(
-        "percent", " percentage points", 100.0, "calls", (0.0, 1.0), 0.0, 0.005, "half a percentage point"
+        "percent", " percentage points", 100.0, "requests", (0.0, 1.0), 0.0, 0.005, "half a percentage point"
     ),
     "output": _NUMBER,
     "reward": _NUMBER,
@@ -210,16 +210,16 @@ class _ArmComparison:
             return f"{self.metric.name} of {broken[0]} has values that are no finite numbers"
         if min(each.count for each in counted.values()) < MIN_COUNT:
             have = " and ".join(f"{int(each.count):,}" for each in counted.values())
-            return f"{metric} has {have} {self.kind.values}, and each needs {MIN_COUNT} at least"
+            return f"{metric} have {have} {self.kind.values}; each arm needs at least {MIN_COUNT}"
         fewest = min(counted, key=lambda arm: counted[arm].groups)
         if counted[fewest].groups < MIN_GROUPS:
             return (
-                f"few keys make most of {fewest}'s calls, and {MIN_GROUPS} that call alike are "
+                f"few keys send most of {fewest}'s requests, and {MIN_GROUPS} that send as many are "
                 f"needed at least"
             )
         if not self.seen.variance and not self.base.variance:
-            return f"{metric} was the same in all calls"
-        return f"{metric} stands on too few values that differ"
+            return f"{metric} was the same in all requests"
+        return f"{metric} has too few values that differ"
 
     def document(self, trusted: bool) -> dict[str, Any]:
         gap, scale = self.gap, self.kind.scale
@@ -248,12 +248,12 @@ def _sample_ratio(arms: Sequence[ArmTotals], before: float) -> dict[str, Any]:
     if alarm:
         sentence = (
             f"The arms' sizes do not fit their weights (p = {p_value:.2g}): {counted} expected. "
-            "Something loses or redirects one arm's callers; look for it before believing any verdict."
+            "Something loses or redirects one arm's clients; look for it before believing any verdict."
         )
     elif total:
         sentence = f"The arms' sizes fit their weights (p = {p_value:.2g}): {counted} expected."
     else:
-        sentence = "No calls yet."
+        sentence = "No requests yet."
     return {
         "p_value": p_value,
         "alarm": alarm,
@@ -271,16 +271,19 @@ def _summary(of_metrics: Mapping[str, Any], rivals: Sequence[str], baseline: str
         found: dict[Verdict, list[str]] = {}
         for name, of_metric in of_metrics.items():
             found.setdefault(of_metric["differences"][rival]["verdict"], []).append(name)
-        known = [
-            form.format(" and ".join(found[verdict])) for verdict, form in words.items() if verdict in found
-        ]
-        rest = " and ".join(found.get("not_yet_known", ()))
+        known = [form.format(_join(found[verdict])) for verdict, form in words.items() if verdict in found]
+        rest = _join(found.get("not_yet_known", ()))
         if known:
             open_ = f"; {rest} not yet known" if rest else ""
             sentences.append(f"{rival} is {', '.join(known)}, compared with {baseline}{open_}.")
         else:
             sentences.append(f"{rival} compared with {baseline}: {rest} not yet known.")
     return " ".join(sentences)
+
+
+def _join(names: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _known(value: float) -> float | None:

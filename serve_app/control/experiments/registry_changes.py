@@ -19,7 +19,7 @@ def start(registry: Registry, experiment: Experiment) -> Registry:
     for version in sorted(experiment.versions):
         if find_version(registry, experiment.model, version).has_no_workers:
             raise BadRequest(
-                f"Version {version} of model {experiment.model} has no workers, so its arm's calls "
+                f"Version {version} of model {experiment.model} has no workers, so its arm's requests "
                 f"would all fail; "
                 f"give it some first: PUT /models/{experiment.model}/{version}?min_worker=1&synchronous=true"
             )

@@ -1,0 +1,1 @@
+"""The database of the desired state: SQLite, or PostgreSQL in a cluster."""

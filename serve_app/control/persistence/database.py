@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import shlex
 import sqlite3
@@ -73,6 +74,7 @@ class Database:
     def __init__(self, url: str) -> None:
         self._url = _parse_url(url)
         self._generation = 0
+        self.skipped: frozenset[ModelRef] = frozenset()  # versions that ``load`` could not read
         self.is_uncertain = False  # a save has failed, and may have been stored, or another one may have
         try:
             self._engine = _open(self._url)
@@ -104,28 +106,39 @@ class Database:
         are served. The rows stay in the database.
         """
         unreadable: set[str] = set()
+        skipped: set[ModelRef] = set()
+        damaged: list[ModelRef] = []  # their digest is in another table
         with self.transaction() as connection:
             # Taking the row keeps a writer out until every table is read.
             generation = connection.execute(sa.select(GENERATION.c.generation).with_for_update()).scalar_one()
             versions: dict[str, dict[str, ModelSpec]] = {}
             for row in connection.execute(sa.select(VERSIONS).order_by(VERSIONS.c.model, VERSIONS.c.version)):
                 with _skip_unreadable(f"model {row.model} version {row.version}"):
-                    unreadable.add(str(_digest(row)))
+                    if isinstance(row.spec, _Damaged):
+                        damaged.append(ModelRef(row.model, row.version))
+                        raise ValueError("the column spec of its row is no JSON")
+                    unreadable.add(_digest(row))
                     versions.setdefault(row.model, {})[row.version] = _decode_spec(row)
-                    unreadable.discard(str(_digest(row)))
+                    unreadable.discard(_digest(row))
+                if row.version not in versions.get(row.model, {}):
+                    skipped.add(ModelRef(row.model, row.version))
             models = {}
             for row in connection.execute(sa.select(MODELS).order_by(MODELS.c.name)):
                 with _skip_unreadable(f"model {row.name}"):
                     kept = versions.get(row.name, {})
                     if row.default_version not in kept:
-                        unreadable.update(spec.digest for spec in kept.values())
                         raise ValueError(f"its default version {row.default_version} cannot be read")
                     policy = validation.read(TrafficPolicy, row.policy)
                     models[row.name] = ModelRecord(row.default_version, kept, policy, row.declared)
+                if row.name not in models:  # its archives stay
+                    lost = versions.get(row.name, {}).values()
+                    unreadable.update(spec.digest for spec in lost)
+                    skipped.update(spec.ref for spec in lost)
             archives = {
                 ModelRef(row.model, row.version): row.digest
                 for row in connection.execute(sa.select(ARCHIVES))
             }
+            unreadable.update(archives[ref] for ref in damaged if ref in archives)
             experiments = {}
             for row in connection.execute(sa.select(EXPERIMENTS)):
                 with _skip_unreadable(f"experiment {row.id}"):
@@ -134,8 +147,8 @@ class Database:
             for row in connection.execute(sa.select(ROLLOUTS)):
                 with _skip_unreadable(f"the rollout of model {row.model}"):
                     rollouts[row.model] = validation.read(Rollout, row.document)
-        self._generation = generation
-        return Registry(models, archives, experiments, rollouts, frozenset(unreadable))
+        self._generation, self.skipped = generation, frozenset(skipped)
+        return Registry(models, archives, experiments, rollouts, frozenset(unreadable - {""}))
 
     def save(
         self,
@@ -215,13 +228,28 @@ class Database:
         secrets = [self._url.password, *(value for key, value in self._url.query.items() if "pass" in key)]
         for secret in filter(None, secrets):
             message = message.replace(str(secret), "***")
-        cure = (
-            "Check that the file is a database of Torchrelay's and can be written, with its directory."
-            if self._url.get_backend_name() == "sqlite"
-            else "Check that the server runs there, and the user, the password and the database's "
-            "name in the URL."
+        return f"{where}: {' '.join(message.split()).rstrip('.?')}. {self._find_remedy(message)}"
+
+    def _find_remedy(self, message: str) -> str:
+        if self._url.get_backend_name() != "sqlite":
+            return (
+                "Check that the server runs there, and the user, the password and the database's name in "
+                "the URL."
+            )
+        file = shlex.quote(str(self._url.database))
+        remedies = {
+            "disk is full": "Free space in its directory; the server continues by itself.",
+            "readonly": "Let this user write the file and its directory; the server continues by itself.",
+            "malformed": "Check that the setting names the registry. If it does, the file is damaged: stop "
+            f"the server, remove {file}-wal and {file}-shm, and restore a backup with `mv BACKUP {file}`, or "
+            f"save what is readable with `sqlite3 {file} .recover | sqlite3 NEW`. Without the file, the "
+            "registry begins empty.",
+        }
+        remedies["not a database"] = remedies["malformed"]
+        found = (remedy for words, remedy in remedies.items() if words in message)
+        return next(
+            found, "Check that the file is a database of Torchrelay's and can be written, with its directory."
         )
-        return f"{where}: {' '.join(message.split()).rstrip('.?')}. {cure}"
 
 
 # The URL and the engine
@@ -278,10 +306,25 @@ def _engine(url: URL, lock_timeout: float = _LOCK_TIMEOUT) -> sa.Engine:
         # Checked before use: an idle connection is replaced after a restart of the server.
         return sa.create_engine(url, pool_pre_ping=True, connect_args=connecting)
     Path(str(url.database)).parent.mkdir(parents=True, exist_ok=True)
-    engine = sa.create_engine(url, connect_args={"timeout": lock_timeout})
+    engine = sa.create_engine(url, connect_args={"timeout": lock_timeout}, json_deserializer=_read_json)
     sa.event.listen(engine, "connect", partial(_configure_connection, lock_timeout))
     sa.event.listen(engine, "begin", _begin)
     return engine
+
+
+class _Damaged:
+    """A value that is no JSON: its row is skipped, and does not end the loop over the others."""
+
+    def __repr__(self) -> str:
+        return "no JSON"
+
+
+def _read_json(text: str) -> Any:
+    """Return the value of a JSON column of SQLite, which stores any text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return _Damaged()
 
 
 def _configure_connection(lock_timeout: float, connection: Any, _record: Any) -> None:
@@ -426,8 +469,8 @@ def _skip_unreadable(entry: str) -> Iterator[None]:
         log.exception("%s of the registry cannot be read, and is not served; register it again", entry)
 
 
-def _digest(row: Any) -> Any:
-    return row.spec.get("digest") if isinstance(row.spec, dict) else None
+def _digest(row: Any) -> str:
+    return str(row.spec.get("digest", "")) if isinstance(row.spec, dict) else ""
 
 
 def _decode_spec(row: Any) -> ModelSpec:

@@ -43,6 +43,10 @@ def upgrade(connection: Connection) -> None:
                 log.warning("the schema %s is upgraded; %s is a copy of the database before", revision, copy)
             command.upgrade(config, "head")
         return
+    # An operator who finds the registry empty sees here that its volume or its file was not the former one.
+    log.info(
+        "The registry begins empty: %s is new.", connection.engine.url.set(query={}).render_as_string(True)
+    )
     SCHEMA.create_all(connection, checkfirst=False)
     connection.execute(sa.insert(GENERATION).values(id=1, generation=0))
     command.stamp(config, "head")

@@ -1,0 +1,1 @@
+"""Pools, whose hosts load many versions: registration in them, observed state, and isolation."""

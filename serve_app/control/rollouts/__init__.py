@@ -1,0 +1,1 @@
+"""Rollouts: steps, guardrails, and the decision to proceed or to roll back."""

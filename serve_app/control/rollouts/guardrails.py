@@ -129,7 +129,7 @@ def _rate(
         surely = lower_bound(periods[0].calls, periods[0].hits, _EACH)
         broken = surely > limit
         allowed = f"at most {_percent(limit)} is allowed"
-    comparison = _against(reading, "calls" if of is _calls else "answers")
+    comparison = _against(reading, "requests" if of is _calls else "answers")
     return replace(
         reading,
         surely=surely,
@@ -186,7 +186,7 @@ def _out_of_memory(limit: int, pairs: Sequence[_PeriodCounts], concurrent: bool)
         reading,
         surely=surely_above(periods, _EACH),
         broken=times > limit and (alone or exceeds(periods, 0.0, _EACH)),
-        words=f"{_against(reading, 'calls')}; {times:,} in all, at most {limit:,} may be",
+        words=f"{_against(reading, 'requests')}; {times:,} in all, at most {limit:,} may be",
     )
 
 

@@ -37,19 +37,19 @@ def start(registry: Registry, model: str, plan: RolloutPlan, id: str, now: float
     baseline = record.policy.sole_version(record.default)
     if baseline is None:
         raise Conflict(
-            f"A rollout of model {model} cannot begin: its traffic policy deals calls out to "
+            f"A rollout of model {model} cannot begin: its traffic policy splits requests among "
             f"several versions; give "
             f"all to one of them first: PUT /models/{model}/traffic, or DELETE for the default policy"
         )
     if baseline == plan.to:
         raise BadRequest(
-            f"Rollout: version {plan.to} has all calls of model {model} already; name another one."
+            f"Rollout: version {plan.to} has all requests of model {model} already; name another one."
         )
     answering = current if baseline == current.version else find_version(registry, model, baseline)
     if answering.has_no_workers:
         raise BadRequest(
-            f"Rollout: version {baseline}, which has all calls of model {model}, has no workers to compare "
-            f"with; make the other one the default: PUT /models/{model}/{plan.to}/set-default"
+            f"Rollout: version {baseline}, which has all requests of model {model}, has no workers to "
+            f"compare with; make the other one the default: PUT /models/{model}/{plan.to}/set-default"
         )
     given = candidate.has_no_workers
     if given:

@@ -97,9 +97,15 @@ class RolloutService:
             try:
                 await self._evaluate(rollout)
             except RelayError as error:
-                log.warning("%s: its rollout is looked at again in a second: %s", rollout.model, error)
+                log.warning(
+                    "The rollout of %s could not be advanced; trying again in a second: %s",
+                    rollout.model,
+                    error,
+                )
             except Exception:
-                log.exception("%s: a look at its rollout failed; the next one follows", rollout.model)
+                log.exception(
+                    "The rollout of %s could not be advanced; trying again in a second", rollout.model
+                )
         await self._delete_old_metrics()
 
     async def export(self) -> None:

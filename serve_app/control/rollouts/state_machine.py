@@ -31,7 +31,7 @@ def create(plan: RolloutPlan, id: str, model: str, baseline: str, given: bool, n
     """Return a new rollout that waits for the candidate's workers; ``given``: it adds them itself."""
     rollout = Rollout(plan, id, model, baseline, "starting", now, step_started_at=now, workers_added=given)
     workers = f"gets as many workers as {baseline} has" if given else "has its workers"
-    return _decided(rollout, "started", now, f"{plan.to} is to take over from {baseline}, and {workers}")
+    return _decided(rollout, "started", now, f"{plan.to} replaces {baseline} step by step, and {workers}")
 
 
 def enter_first_step(rollout: Rollout, now: float) -> Rollout:
@@ -46,7 +46,7 @@ def roll_back(rollout: Rollout, now: float, why: str, figures: Mapping[str, Any]
         if rollout.state == "starting" and rollout.workers_added
         else "keeps its workers"
     )
-    why = f"{why}; {rollout.baseline} has all calls, {rollout.plan.to} {workers}"
+    why = f"{why}; {rollout.baseline} has all requests, {rollout.plan.to} {workers}"
     return _ended(rollout, "rolled_back", now, why, figures)
 
 
@@ -61,15 +61,15 @@ def apply_action(rollout: Rollout, verb: str, now: float, figures: Figures) -> R
     if verb == "abort":
         stats = arm_documents(rollout, figures)
         return _ended(
-            rollout, "aborted", now, f"an operator ended it; {rollout.baseline} has all calls", stats
+            rollout, "aborted", now, f"ended by an operator; {rollout.baseline} has all requests", stats
         )
     if rollout.state == "starting":
         raise ValueError(f"the workers of {plan.to} are starting; wait for its first step, or abort it")
     if verb == "pause" and rollout.state == "running":
-        why = f"an operator holds it at {rollout.percent:g} %; its guardrails still watch"
+        why = f"held by an operator at {rollout.percent:g} %; the guardrails stay active"
         return _decided(replace(rollout, state="paused"), "paused", now, why)
     if verb == "resume" and rollout.state == "paused":
-        return _decided(replace(rollout, state="running"), "resumed", now, "an operator lets it go on")
+        return _decided(replace(rollout, state="running"), "resumed", now, "continued by an operator")
     return rollout
 
 
@@ -93,7 +93,7 @@ def evaluate(rollout: Rollout, figures: Figures, now: float, failure: str = "") 
     if lacking := _calls_left(rollout, figures):
         if rollout.decisions[-1].verdict == "held":
             return rollout
-        why = f"{plan.bake_s:g} s are over, and {_calls(lacking)} of the candidate are lacking"
+        why = f"{plan.bake_s:g} s are over, and {_calls(lacking)} of the candidate are missing"
         return _decided(rollout, "held", now, why, arm_documents(rollout, figures))
     stats = arm_documents(rollout, figures)
     why = f"{plan.bake_s:g} s and {_calls(stats[CANDIDATE]['calls'])} of the candidate within all guardrails"
@@ -144,7 +144,7 @@ def describe_wait(rollout: Rollout, figures: Figures, now: float) -> str:
         return "somebody to resume it"
     bake, calls = _bake_left(rollout, now), _calls_left(rollout, figures)
     parts = [f"{math.ceil(bake)} s of bake time"] if bake > 0 else []
-    parts += [f"{calls:,} more call{'s' if calls > 1 else ''} of the candidate"] if calls else []
+    parts += [f"{calls:,} more request{'s' if calls > 1 else ''} of the candidate"] if calls else []
     return " and ".join(parts) or "the next look"
 
 
@@ -223,4 +223,4 @@ def _plain(figures: ArmStats) -> dict[str, Any]:
 
 
 def _calls(count: int) -> str:
-    return f"{count:,} call{'' if count == 1 else 's'}"
+    return f"{count:,} request{'' if count == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""The results of shadows, as Management stores them."""

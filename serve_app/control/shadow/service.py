@@ -51,9 +51,9 @@ class ShadowService:
             try:
                 await self._store()
             except Unavailable as error:
-                log.warning("what shadows came to could not be stored; trying again: %s", error)
+                log.warning("The results of shadows could not be stored; trying again: %s", error)
             except Exception:
-                log.exception("what shadows came to could not be stored; trying again")
+                log.exception("The results of shadows could not be stored; trying again")
 
     def put(self, source: str, number: int, seen: list[tuple[ShadowPair, ShadowStats]]) -> None:
         """Add the comparisons of a process; a report with a number that is not higher is ignored."""
@@ -162,7 +162,7 @@ class ShadowService:
         try:
             await self._store()
         except Unavailable as error:
-            log.warning("the last of what shadows came to is lost: %s", error)
+            log.warning("The results of shadows since the last storing are lost: %s", error)
 
 
 def _copied(account: ShadowRecord | None) -> ShadowRecord | None:

@@ -1,0 +1,1 @@
+"""Workflows: their registration, versions and functions."""

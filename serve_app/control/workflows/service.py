@@ -82,6 +82,7 @@ class WorkflowService:
             parts = await self._ingest_members(spec, registrations, members, held_archives)
             models = [part for part, _ in parts]
             registry_changes.register(state.registry, spec, models)  # refused before any wait
+            await self._check_placement(spec, models)
             while any(self._reconcile_loop.is_draining(part.ref) for part in (spec, *models)):
                 await self._reconcile_loop.wait_for_round()
             async with state.exclusive():
@@ -95,6 +96,17 @@ class WorkflowService:
             await self._undo_registration(spec, check)
             raise
         return spec.ref
+
+    async def _check_placement(self, spec: ModelSpec, models: Sequence[ModelSpec]) -> None:
+        """Raise WorkflowFailed where the cluster cannot hold a model that the workflow brings."""
+        failures = []
+        for part in models:
+            try:
+                await self._models.check_placement(part)
+            except RelayError as error:
+                failures.append((part.name, error))
+        if failures:
+            raise _to_error(spec.name, failures)
 
     async def list_workflows(self) -> list[tuple[str, str]]:
         models = self._state.registry.models
