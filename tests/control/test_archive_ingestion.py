@@ -97,6 +97,21 @@ def test_it_tells_how_far_it_has_come(store: Path, ingestor: ArchiveIngestor) ->
     assert reported == [("unpacking", {"bytes": size, "total": size}), ("checking", {})]
 
 
+def test_keys_without_effect_are_events_of_the_registration(store: Path, ingestor: ArchiveIngestor) -> None:
+    config = {"minWorker": 1, "batchSize": "many", "deviceIds": [0]}
+    make_archive(store, "m", ECHO, config=config)
+    reported: list[dict] = []
+    ingestor.ingest(Registration("m-1.0.mar"), on_progress=lambda stage, **result: reported.append(result))
+    place = "m-1.0.mar/model-config.yaml"
+    assert reported[-1] == {
+        "warnings": [
+            f"{place}: batchSize: 'many' must be a whole number; it is ignored",
+            f"{place}: 'minWorker' is left to the handler; did you mean 'minWorkers'?",
+            "m-1.0.mar: deviceIds in its model-config.yaml: not served, and without effect",
+        ]
+    }
+
+
 def test_unsupported_keys_are_reported_once(
     store: Path, ingestor: ArchiveIngestor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,14 +132,11 @@ def test_unsupported_keys_are_reported_once(
 def test_requirements_that_are_not_installed_are_reported_with_the_fix(
     tmp_path: Path, store: Path, caplog: pytest.LogCaptureFixture, installed: bool
 ) -> None:
-    model = {"modelName": "m", "handler": "handler.py", "requirementsFile": "requirements.txt"}
-    with zipfile.ZipFile(store / "m.mar", "w") as archive:
-        archive.writestr("handler.py", ECHO)
-        archive.writestr("requirements.txt", "tinypkg")
-        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
+    requirements = {"requirementsFile": "requirements.txt"}
+    make_archive(store, "m", ECHO, files={"requirements.txt": "tinypkg"}, manifest=requirements)
     settings = load({"home": str(tmp_path), "runtime": {"install_py_dep_per_model": installed}})
     ingestor = ArchiveIngestor(settings)
-    spec = ingestor.ingest(Registration("m.mar"))
+    spec = ingestor.ingest(Registration("m-1.0.mar"))
     assert spec.requirements == ("requirements.txt" if installed else "")
     assert (ingestor.directory(spec) / "requirements.txt").read_text() == "tinypkg"
     assert ["runtime.install_py_dep_per_model" in line for line in caplog.messages] == [True] * (
@@ -220,6 +232,16 @@ def test_start_up_loads_the_configured_models(
     assert [
         (requested.url, requested.model_name) for requested in ingestor.startup_registrations()
     ] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("file", "it is a file; set store.model_store"), ("n" * 300, "File name too long")]
+)
+def test_a_model_store_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "file").touch()
+    ingestor = ArchiveIngestor(load({"home": str(tmp_path), "store": {"model_store": name}}))
+    with pytest.raises(ConfigurationError, match=f"model store {tmp_path}.*{problem}"):
+        ingestor.startup_registrations()
 
 
 def test_a_model_folder_is_admitted_with_its_task_and_no_archive(

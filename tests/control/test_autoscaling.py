@@ -63,7 +63,7 @@ class TestSpec:
     @pytest.mark.parametrize(
         ("result", "why"),
         [
-            ("{policy: latency}", "wants target_p95_ms"),
+            ("{policy: latency}", "needs target_p95_ms"),
             ("fast", "is a mapping"),
             ("{upscale_delay: 1}", "upscale_delay_s"),
         ],

@@ -40,6 +40,7 @@ from serve_app.domain.access_keys import KeyRequest, StoredKey
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.async_prediction import StoredRequest
 from serve_app.domain.audit import AuditQuery
+from serve_app.domain.autoscaling import Autoscaling
 from serve_app.domain.drift_window import FeatureWindow
 from serve_app.domain.experiment import Arm, Experiment, ExperimentMetric
 from serve_app.domain.model import EventQuery, ModelRef, ModelSpec, Registration
@@ -73,6 +74,9 @@ def prepared_registry() -> Registry:
         "adapted", min_workers=1, max_workers=1, adapters=(AdapterSpec("known", "a", "e" * 64, "b"),)
     )
     registry = registry_changes.register(registry, adapted)
+    policy = Autoscaling(policy="external")
+    external = spec("external", min_workers=1, max_workers=3, autoscaling=policy)
+    registry = registry_changes.register(registry, external)
     drifting = spec("drifting", config={"capture": {"reference": 10, "window": 10}})
     registry = registry_changes.register(registry, drifting)
     graph = workflow_graph.read({"name": "reading", "steps": {"a": {"model": "other"}}})
@@ -177,6 +181,7 @@ OPERATIONS: dict[str, tuple[Callable[[ControlServices], tuple[Any, ...]], Effect
         lambda s: ("free", "1.0", 2, 2, True),
         lambda s, r: versions(s, "free")["1.0"].min_workers == 2,
     ),
+    "set_replicas": (lambda s: ("external", "1.0", {"replicas": 2}), lambda s, r: r["replicas"] == 2),
     "set_default": (
         lambda s: ("changed", "2.0"),
         lambda s, r: s.registry.models["changed"].default == "2.0",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from serve_app.control import placement_check
 from serve_app.domain.model import ModelSpec
+from tests.support.archives import ECHO, make_archive
+from tests.support.control_server import serve_control
 
 SPEC = ModelSpec("m", "1.0", "m.mar", "d" * 64, "file:///m.mar", "", "python", 1, 1, num_cpus=1, num_gpus=0.5)
 TWO = {"10.0.0.1": {"CPU": 8.0, "GPU": 0.5}, "10.0.0.2": {"CPU": 8.0, "GPU": 0.5, "memory": 1.0}}
@@ -125,6 +129,51 @@ def test_a_node_type_of_the_autoscaler_holds_what_no_machine_does() -> None:
     text = placement_check.explain(LARGE, placement_check.find_missing(LARGE, NODES), "large")
     assert "requires 8 GiB memory on one machine; free: 10.0.0.1 4 GiB, 10.0.0.2 2.5 GiB" in text
     assert text.endswith("; the node autoscaler adds a node of type large")
+
+
+def test_more_replicas_than_the_cluster_holds_are_refused_with_their_number() -> None:
+    small = LARGE.with_(archive_bytes=0)  # 16 of 256 MiB on one machine, 10 on the other
+    fits = small.with_(min_workers=26 + placement_check.MARGIN, max_workers=1_000)
+    assert not placement_check.exceeds_cluster(fits, NODES, {})
+    excess = fits.with_(min_workers=1_000)
+    assert placement_check.exceeds_cluster(excess, NODES, {})
+    assert placement_check.explain_excess(excess, NODES) == (
+        "1,000 replicas of m 1.0 are required, and the cluster can hold 26 of them, each with 256 MiB "
+        "memory. Require no more than these, or add nodes; nodes that an autoscaler adds are declared in "
+        "control.node_types"
+    )
+    assert not placement_check.exceeds_cluster(excess, NODES, {"any": {"CPU": 1.0, "memory": 1.0 * GIB}})
+    sharded = excess.with_(tensor_parallel=2, num_cpus=1.0, memory=GIB)
+    text = placement_check.explain_excess(sharded, NODES)
+    assert "can hold 3 of them, each with 2 × 1 CPU and 1 GiB memory." in text
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("node_types", [{}, {"any": {"CPU": 2.0, "memory": 2.0**34}}])
+def test_far_too_many_workers_are_refused_unless_nodes_are_added(
+    tmp_path: Path, node_types: dict[str, Any]
+) -> None:
+    with (
+        serve_control(tmp_path, node_types=node_types) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        make_archive(server.store, "m", ECHO)
+
+        def register(workers: int) -> httpx.Response:
+            return client.post("/models", params={"url": "m-1.0.mar", "initial_workers": workers})
+
+        if node_types:
+            assert register(1000).is_success
+            return
+        refused = register(1000)
+        assert refused.status_code == 409, refused.text
+        assert "1,000 replicas of m 1.0 are required, and the cluster can hold 64 of them" in refused.text
+        assert client.get("/models/m").status_code == 404
+        assert register(72).is_success, "the margin"
+        assert client.put("/models/m", params={"min_worker": 73}).status_code == 409
+        assert client.get("/models/m").json()[0]["minWorkers"] == 72
+        scaled = client.put("/models/m", params={"min_worker": 1, "max_worker": 1000})
+        assert scaled.is_success, "an upper bound"
 
 
 def test_of_many_machines_those_with_most_free_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.registry import DesiredState
 from serve_app.control.replica_health import HealthTracker, ObservedApp
-from serve_app.domain.model import ModelSpec
-from serve_app.errors import StartFailed
+from serve_app.domain.model import ModelSpec, ReplicaInfo
+from serve_app.errors import InsufficientResources, StartFailed
 from serve_app.settings import Settings
 from serve_app.telemetry.crash_reports import CrashReport
 from serve_app.telemetry.metrics import Meters
@@ -109,13 +110,69 @@ def test_what_could_not_be_deployed_is_in_the_status_of_its_version_alone(tmp_pa
     reconcile_loop = ReconcileLoop(idle_reconciler(), health, ArchiveIngestor(settings), Meters(), settings)
     specs = [SPEC, SPEC.with_(name="short", min_workers=50, max_workers=50), SPEC.with_(name="good")]
     desired = {spec.ref.app: DesiredState(spec, None) for spec in specs}
-    result = reconciler.ActResult(3, {"m--1.0": "ValueError: no"}, {"short--1.0": (8, 50)})
+    result = reconciler.ActResult(3, {"m--1.0": "ValueError: no"}, {"short--1.0": "2 fit"})
     reconcile_loop._record_problems(desired, result)
     health.update(desired, {}, {})
     errors = [health.statuses[spec.ref].last_error for spec in specs]
-    shortage = "50 workers are desired, and the cluster holds 8; add a node or scale down"
-    assert errors == ["ValueError: no", shortage, ""]
+    assert errors == ["ValueError: no", "", ""]
+    assert [health.statuses[spec.ref].waiting_for for spec in specs] == ["", "2 fit", ""]
     assert [health.get_failure(spec.ref) is None for spec in specs] == [False, True, True]
+
+
+class _WithoutGpus(reconciler.Reconciler):
+    """A reconciler of a cluster whose nodes with GPUs are away."""
+
+    def get_total_resources(self) -> dict[str, dict[str, float]]:
+        return {"10.0.0.1": {"CPU": 64.0, "memory": 2.0**38}}
+
+
+@pytest.mark.parametrize(
+    ("workers", "accepted", "refused"), [((1, 1), 2, False), ((1, 1), 0, True), ((0, 1), 0, True)]
+)
+def test_fewer_workers_are_accepted_while_nodes_are_away(
+    tmp_path: Path, workers: tuple[int, int], accepted: int, refused: bool
+) -> None:
+    settings = Settings(home=str(tmp_path))
+    cluster = _WithoutGpus(lambda action: None, lambda desired: {}, lambda spec, before: None)
+    loop = ReconcileLoop(cluster, HealthTracker(), ArchiveIngestor(settings), Meters(), settings)
+    spec = SPEC.with_(min_workers=workers[0], max_workers=workers[1])
+    with pytest.raises(InsufficientResources) if refused else contextlib.nullcontext():
+        asyncio.run(loop.check_placement(spec, accepted))
+
+
+def test_a_version_without_a_place_is_logged_once_while_resources_come_and_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "serve_app")
+    settings, health = Settings(home=str(tmp_path)), HealthTracker()
+    loop = ReconcileLoop(idle_reconciler(), health, ArchiveIngestor(settings), Meters(), settings)
+    loop._unplaced_since = {SPEC.ref: 0.0}
+    for reasons in ({SPEC.ref: "2 GPU required"}, {}, {SPEC.ref: "1 GPU required"}):
+        health.waiting = reasons
+        loop._report_waiting()
+    assert caplog.messages == ["m 1.0 has no place for all its replicas: 2 GPU required"]
+    health.waiting, loop._unplaced_since = {}, {}
+    loop._report_waiting()
+    assert caplog.messages[1:] == ["m 1.0 waits for no place any more"]
+
+
+def test_a_replica_that_serve_replaces_without_a_crash_is_counted_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, meters, now = Settings(home=str(tmp_path)), Meters(), [0.0]
+    health = HealthTracker(lambda: now[0])
+    reconcile_loop = ReconcileLoop(idle_reconciler(), health, ArchiveIngestor(settings), meters, settings)
+    desired = {SPEC.ref.app: DesiredState(SPEC, None)}
+    worker = ReplicaInfo("r1", 17, 0.0, True, node="10.0.0.2")
+    ready = {SPEC.ref.app: ObservedApp(SPEC.ref.app, None, 1, {}, 0, "RUNNING", "", (worker,))}
+    stopping = {SPEC.ref.app: replace(ready[SPEC.ref.app], workers=(replace(worker, ready=False),))}
+    health.update(desired, ready, {})
+    health.update(desired, stopping, ready)
+    now[0] = 10.0
+    reconcile_loop._report_replaced()
+    assert "m--1.0: Ray Serve has replaced the replica r1 (pid 17 on 10.0.0.2)" in caplog.text
+    labels = (("model", "m"), ("reason", "replaced"), ("version", "1.0"))
+    assert meters.samples() == [("torchrelay_replica_failures_total", labels, 1.0)]
 
 
 def test_a_crash_of_a_desired_version_is_counted(tmp_path: Path) -> None:

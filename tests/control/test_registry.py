@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from functools import reduce
 
 import pytest
 
@@ -34,10 +35,7 @@ def spec(name: str = "m", version: str = "1.0", **more) -> ModelSpec:
 
 
 def registry(*specs: ModelSpec) -> Registry:
-    whole = Registry()
-    for one in specs:
-        whole = register(whole, one)
-    return whole
+    return reduce(register, specs, Registry())
 
 
 class TestRegister:

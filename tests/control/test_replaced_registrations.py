@@ -72,11 +72,12 @@ def test_the_undo_of_a_failed_start_compares_the_registration(
     run: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def replace(services: ControlServices) -> None:
-        services.serve.broken.add(APP)
+        services.serve.starting.add(APP)
         first = register(services, "first.mar")
+        await wait_for_app(services)
         # The version is removed and registered again before the failed registration has the lock.
-        await until(lambda: services.state.registry.models)
         async with services.state.write_lock:
+            services.serve.broken.add(APP)
             await until(lambda: services.state.write_lock._waiters)
             after = services.state.registry
             await services.state.commit(Registry())

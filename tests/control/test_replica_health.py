@@ -138,7 +138,7 @@ def test_what_should_not_run_is_forgotten(health: HealthTracker) -> None:
 
 
 def death(loading: bool = False, why: str = "it was killed", memory: bool = False) -> CrashReport:
-    return CrashReport("m--1", SPEC.digest, "a", loading, 1700.5, why, memory)
+    return CrashReport("m--1", SPEC.digest, "a", loading, 1700.5, why, out_of_memory=memory)
 
 
 def test_why_a_replica_died_stays_when_all_is_well_again(health: HealthTracker) -> None:
@@ -164,6 +164,20 @@ def test_a_late_report_of_a_death_before_the_reset_changes_nothing(health: Healt
     health.record_crash(SPEC, replace(death(), when=time.time() + 1))
     health.update(WANT, app("a", "b"), app("a", "b"))
     assert health.statuses[SPEC.ref].last_error == "it was killed"
+
+
+def test_a_start_of_the_attempt_before_that_is_killed_late_changes_nothing(health: HealthTracker) -> None:
+    """Serve's own retry of a failed start is killed when the attempt's application is deleted."""
+    health.update(WANT, app(), {})
+    health.record_crash(SPEC, death(loading=True))
+    began = time.time()
+    health.reset_backoff(SPEC.ref)
+    assert health.is_outdated(SPEC.ref, began - 1) and not health.is_outdated(SPEC.ref, began + 1)
+    killed = time.time() + 1
+    health.record_crash(SPEC, replace(death(loading=True), started=began - 1, when=killed))
+    assert health.get_failure(SPEC.ref) is None
+    health.record_crash(SPEC, replace(death(loading=True), started=began + 1, when=killed + 1))
+    assert health.get_failure(SPEC.ref) is not None
 
 
 def test_a_replica_that_died_while_it_loaded_failed_to_start(health: HealthTracker) -> None:
@@ -206,10 +220,51 @@ def test_a_version_without_a_place_does_not_keep_the_start_up_from_its_end(
     assert health.is_startup_complete(WANT)
 
 
+def test_a_version_that_waits_for_resources_is_not_waited_for_as_one_that_loads(
+    health: HealthTracker, clock: Clock
+) -> None:
+    health.waiting = {SPEC.ref: "the cluster lacks resources"}
+    health.update(WANT, {}, {})
+    clock.now += 29
+    assert not health.is_startup_complete(WANT), "a node may still join"
+    clock.now += 2
+    assert health.is_startup_complete(WANT)
+
+
+def test_a_replica_that_serve_replaces_without_a_crash_is_reported(
+    health: HealthTracker, clock: Clock
+) -> None:
+    def stopping(*ids: str, status: str = "RUNNING") -> dict[str, ObservedApp]:
+        """Return the observation of a ready replica, and of others that Serve stops."""
+        first = app("a", status=status)["m--1"]
+        return {
+            "m--1": replace(first, workers=(*first.workers, *(ReplicaInfo(i, 1, 0.0, False) for i in ids)))
+        }
+
+    health.update(WANT, app("a", "b"), {})
+    health.update(WANT, stopping("b"), app("a", "b"))
+    health.update(WANT, app("a"), stopping("b"))
+    assert health.take_replaced() == [], "its crash may still be reported"
+    clock.now += 10
+    [(ref, replica)] = health.take_replaced()
+    assert (ref, replica.id) == (SPEC.ref, "b") and health.take_replaced() == []
+    health.update(WANT, app("a", "c"), app("a"))
+    health.update(WANT, app("a"), app("a", "c"))
+    health.record_crash(SPEC, CrashReport("m--1", SPEC.digest, "c", False, time.time(), "killed"))
+    health.record_crash(SPEC, CrashReport("m--1", SPEC.digest, "e", False, time.time(), "killed"))
+    health.update(WANT, stopping("e"), app("a", "e"))  # which Serve notices after the report
+    health.update(WANT, stopping("d", status="DEPLOYING"), app("a", "d"))  # a rolling update
+    clock.now += 10
+    assert health.take_replaced() == []
+
+
 def test_a_shortage_is_part_of_the_status(health: HealthTracker) -> None:
-    assert health.record_shortage(SPEC.ref, "too few") and not health.record_shortage(SPEC.ref, "too few")
+    health.shortages = {SPEC.ref: "too few"}
     health.update(WANT, app("a"), {})
-    assert health.statuses[SPEC.ref].last_error == "too few"
+    assert health.statuses[SPEC.ref].waiting_for == "too few"
+    health.shortages = {}
+    health.update(WANT, app("a", "b"), app("a"))
+    assert health.statuses[SPEC.ref].waiting_for == "", "a node was added"
 
 
 def test_only_changes_update_a_settled_version(health: HealthTracker) -> None:
@@ -221,7 +276,6 @@ def test_only_changes_update_a_settled_version(health: HealthTracker) -> None:
     assert health.update(WANT, ready, ready) == [] and health.revision == revision
     changes: list[Callable[[], object]] = [
         lambda: health.record_note(SPEC.ref, "evicted"),
-        lambda: health.record_shortage(SPEC.ref, "2 workers are desired"),
         lambda: health.set_signature(SPEC, Signature((TensorSpec("x", "FP32", (-1,)),))),
         lambda: health.record_crash(SPEC, CrashReport("m--1", SPEC.digest, "a", False, time.time(), "gone")),
         lambda: health.record_start_failure(SPEC, StartFailed("m", "1", "no file")),

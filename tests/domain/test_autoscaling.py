@@ -42,7 +42,7 @@ def test_two_batches_are_what_a_replica_should_have_to_do() -> None:
         ({"downscale_delay_s": "nan"}, "downscale_delay_s is a number from 0, and is nan"),
         ({"look_back_period_s": 1}, "look_back_period_s is a number from 2, and is 1"),
         ({"upscale_delay_s": "soon"}, r"upscale_delay_s: .*'soon'"),
-        ({"policy": "latency"}, "wants target_p95_ms"),
+        ({"policy": "latency"}, "needs target_p95_ms"),
         ({"target_p95_ms": 80}, "target_p95_ms is for the policy 'latency'"),
     ],
 )

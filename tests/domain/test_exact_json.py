@@ -47,7 +47,17 @@ def test_integers_beyond_64_bits_are_exact(number: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"{", b"[NaN]", b"[NaN, %d]" % 10**20, b"1" * 5000, b"[" * 900 + b"9" * 20 + b"]" * 900 + b"x", b""],
+    [
+        b"{",
+        b"[NaN]",
+        b"[NaN, %d]" % 10**20,
+        b"1" * 5000,
+        b"[" * 900 + b"9" * 20 + b"]" * 900 + b"x",
+        b"",
+        b'["\\ud800"]',
+        b'["\\uDFFF", 123456789012345678901234567890]',
+        b'{"\\ud800": 123456789012345678901234567890}',
+    ],
 )
 def test_what_is_no_json_raises_the_error_of_orjson(text: bytes) -> None:
     with pytest.raises(orjson.JSONDecodeError):
@@ -58,3 +68,36 @@ def test_what_is_no_json_raises_the_error_of_orjson(text: bytes) -> None:
 def test_levels_are_limited_beside_long_integers(number: bytes) -> None:
     with pytest.raises(orjson.JSONDecodeError, match="depth"):
         exact_json.loads(b"[" * 5000 + number + b"]" * 5000)
+
+
+def test_pairs_of_surrogates_are_read_beside_long_integers() -> None:
+    assert exact_json.loads(b'["\\ud83d\\ude00", 123456789012345678901234567890]')[0] == "\U0001f600"
+
+
+def test_every_text_is_written() -> None:
+    assert json.loads(exact_json.dumps({"\ud800": "a\udfff"})) == {"\ud800": "a\udfff"}
+
+
+@pytest.mark.parametrize("number", [b"1", b"18446744073709551616"])
+def test_levels_that_are_read_are_written(number: bytes) -> None:
+    document = exact_json.loads(b"[" * 250 + number + b"]" * 250)
+    assert exact_json.loads(exact_json.dumps(document)) == document
+    with pytest.raises(orjson.JSONDecodeError, match="depth is more than 250 levels"):
+        exact_json.loads(b"[" * 251 + number + b"]" * 251)
+
+
+def test_brackets_in_texts_are_no_levels() -> None:
+    assert exact_json.loads(b'["%s"]' % (b"[" * 1000)) == ["[" * 1000]
+    assert exact_json.loads(b"[%s0]" % (b"[0]," * 1_000_000))[-1] == 0
+
+
+@pytest.mark.parametrize("number", ["1", "1" * 30])
+def test_closing_brackets_of_texts_hide_no_levels(number: str) -> None:
+    deep = '{"a":"' + "]" * 1000 + '","b":' + "[" * 300 + number + "]" * 300 + "}"
+    with pytest.raises(orjson.JSONDecodeError, match="more than 250 levels"):
+        exact_json.loads(deep.encode())
+
+
+def test_other_encodings_are_refused_as_orjson_does() -> None:
+    with pytest.raises(orjson.JSONDecodeError):
+        exact_json.loads(('["' + "\u3131" * 40 + '"]').encode("utf-16"))

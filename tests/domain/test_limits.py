@@ -205,6 +205,7 @@ _BOUNDED_ELSEWHERE = {
     "retries",
     "versions",
     "allocation",
+    "target_value",  # a divisor, in the unit of its query
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.control.access import jwks
 from serve_app.control.access.jwks import JwkSetSource, parse_jwk_set
 from serve_app.control.access.service import KeyService
 from serve_app.control.access.store import KeyStore
@@ -27,6 +28,7 @@ from serve_app.domain.access_settings import JwtSettings, KeySettings
 from serve_app.errors import BadRequest, Conflict, Forbidden, KeyNotFound, ModelNotAllowed
 from serve_app.settings import AuthSettings, Settings
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
+from tests.support.http_server import dripping
 
 pytestmark = pytest.mark.integration
 
@@ -277,6 +279,16 @@ def test_only_public_keys_for_signatures_are_used() -> None:
     for wrong in (b"", b"[]", b'{"keys": []}', json.dumps({"keys": [RSA] * 65}).encode(), b" " * 300_000):
         with pytest.raises(ValueError):
             parse_jwk_set(wrong)
+
+
+def test_slow_headers_end_at_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jwks, "_TIMEOUT_S", 0.5)
+    with dripping() as address:
+        source = JwkSetSource(JwtSettings("i", "a", jwks_url=address), tmp_path, lambda keys: None)
+        assert not asyncio.run(source.refresh())
+    assert "TimeoutError after 0.5 s" in caplog.text
 
 
 def test_a_set_that_cannot_be_read_leaves_the_last_one(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_better_by_so_and_so_much() -> None:
     assert compared["verdict"] == "better" and compared["trusted"] is True
     assert re.fullmatch(
         r"b is better than a on latency: 1[1-4]\.\d ms less, ± [12]\.\d \(95 %\), over 4,210 and "
-        r"4,198 calls\.",
+        r"4,198 requests\.",
         compared["sentence"],
     )
     assert compared["low"] < compared["difference"] < compared["high"] < 0
@@ -100,7 +100,7 @@ def test_error_rates_are_in_percentage_points() -> None:
     assert re.fullmatch(
         r"Not yet known: b's failures differs from a's by 0\.2 ± 1\.\d percentage points \(95 %\), "
         r"over 2,000 and "
-        r"2,000 calls; about \d+,000 more would show a difference of half a percentage point\.",
+        r"2,000 requests; about \d+,000 more would show a difference of half a percentage point\.",
         compared["sentence"],
     )
     assert compared["more_calls"] >= 1_000
@@ -130,21 +130,21 @@ def test_no_difference_is_a_finding_once_one_would_have_been_seen() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "why"),
     [
-        (arm("a", 0), arm("b", 0), "clicks of b and a has 0 and 0 values, and each needs 100 at least"),
+        (arm("a", 0), arm("b", 0), "clicks of b and a have 0 and 0 values; each arm needs at least 100"),
         (
             arm("a", 500, clicks=rate(500, 0.2)),
             arm("b", 99, clicks=rate(99, 0.2)),
-            "clicks of b and a has 99 and 500 values, and each needs 100 at least",
+            "clicks of b and a have 99 and 500 values; each arm needs at least 100",
         ),
         (
             arm("a", 500, clicks=rate(500, 0.2)),
             ArmTotals("b", "2.0", 5_000, 12, 500, {"clicks": grouped(rate(500, 0.2), groups=12)}),
-            "few keys make most of b's calls, and 30 that call alike are needed at least",
+            "few keys send most of b's requests, and 30 that send as many are needed at least",
         ),
         (
             arm("a", 300, clicks=rate(300, 0)),
             arm("b", 300, clicks=rate(300, 0)),
-            "clicks of b and a was the same in all calls",
+            "clicks of b and a was the same in all requests",
         ),
         (
             arm("a", 300, clicks=rate(300, 0.2)),

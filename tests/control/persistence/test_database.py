@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,7 @@ def spec(name: str = "m", version: str = "1.0", **more) -> ModelSpec:
 
 
 def registry(*specs: ModelSpec) -> Registry:
-    whole = Registry()
-    for one in specs:
-        whole = register(whole, one)
-    return whole
+    return reduce(register, specs, Registry())
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 from serve_app.control.pools.service import isolate
 from serve_app.control.pools.tracker import PoolTracker, host_states
@@ -22,10 +23,7 @@ def spec(name: str, pool: str = "p", **fields: object) -> ModelSpec:
 
 
 def registry(*specs: ModelSpec) -> Registry:
-    whole = Registry()
-    for one in specs:
-        whole = register(whole, one)
-    return whole
+    return reduce(register, specs, Registry())
 
 
 def pool_app(*hosts: str, ready: bool = True, pool: str = "p") -> dict[str, ObservedApp]:
@@ -35,7 +33,7 @@ def pool_app(*hosts: str, ready: bool = True, pool: str = "p") -> dict[str, Obse
 
 
 def loaded(busy: float = 0.0, of: ModelSpec | None = None) -> LoadedVersion:
-    return LoadedVersion((of or spec("a")).revision, 5, 0, busy)
+    return LoadedVersion((of or spec("a")).revision, 5, busy)
 
 
 def build(whole: Registry, tracker: PoolTracker) -> RoutingTable:

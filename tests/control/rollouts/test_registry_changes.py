@@ -133,17 +133,17 @@ class TestBegin:
             registry_changes.find(models, "n")
 
     def test_not_to_the_version_that_has_all(self, models):
-        with pytest.raises(BadRequest, match=r"version 1\.0 has all calls of model m already"):
+        with pytest.raises(BadRequest, match=r"version 1\.0 has all requests of model m already"):
             begun(models, replace(PLAN, to="1.0"))
 
     def test_not_beside_nobody(self, models):
         nobody = scale(models, "m", "1.0", 0, 0)[0]
-        with pytest.raises(BadRequest, match=r"1\.0, which has all calls.*PUT /models/m/2\.0/set-default"):
+        with pytest.raises(BadRequest, match=r"1\.0, which has all requests.*PUT /models/m/2\.0/set-default"):
             begun(nobody)
 
     def test_not_beside_a_split(self, models):
         split = set_policy(models, "m", policies.read({"versions": {"1.0": 9_000, "2.0": 1_000}}))
-        with pytest.raises(Conflict, match=r"deals calls out to several versions.*PUT /models/m/traffic"):
+        with pytest.raises(Conflict, match=r"splits requests among several versions.*PUT /models/m/traffic"):
             begun(split)
 
     def test_not_beside_an_experiment(self, models):

@@ -67,7 +67,7 @@ class TestTheWay:
         rollout = at(0)
         held = evaluate(rollout, [split(arm(12))], 160.0)
         assert (verdict(held), held.step, held.percent) == ("held", 0, 1)
-        assert "60 s are over, and 38 calls of the candidate are lacking" in held.decisions[-1].reason
+        assert "60 s are over, and 38 requests of the candidate are missing" in held.decisions[-1].reason
         assert evaluate(held, [split(arm(49))], 170.0) is held
         assert evaluate(held, [split(arm(50))], 170.0).step == 1
 
@@ -80,8 +80,8 @@ class TestTheWay:
         [
             (create(PLAN, "r1", "m", "1.0", False, 1.0), 0, 2.0, "the workers of 2.0"),
             (at(0), 50, 147.2, "13 s of bake time"),
-            (at(0), 12, 170.0, "38 more calls of the candidate"),
-            (at(0), 49, 159.5, "1 s of bake time and 1 more call of the candidate"),
+            (at(0), 12, 170.0, "38 more requests of the candidate"),
+            (at(0), 49, 159.5, "1 s of bake time and 1 more request of the candidate"),
             (at(0), 50, 170.0, "the next look"),
             (replace(at(0), state="paused"), 12, 170.0, "somebody to resume it"),
             (replace(at(0), state="aborted"), 12, 170.0, ""),
@@ -95,7 +95,7 @@ class TestTheWay:
         assert "gets as many workers as 1.0 has" in starting.decisions[0].reason
         back = evaluate(starting, [], 5.0, "ValueError: no weights")
         assert (back.state, back.percent, back.ended_at) == ("rolled_back", 0, 5.0)
-        why = "no worker of 2.0 runs: ValueError: no weights; 1.0 has all calls, 2.0 loses the workers"
+        why = "no worker of 2.0 runs: ValueError: no weights; 1.0 has all requests, 2.0 loses the workers"
         assert back.decisions[-1].reason == f"{why} that it was given"
 
     @pytest.mark.parametrize("state", ["running", "paused"])
@@ -163,9 +163,9 @@ class TestGuardrails:
         assert broken["value"] == pytest.approx(42 / 494)
         assert 0.02 < broken["surely"] < 0.06
         result = format_decision(at(1), back)
-        assert result.startswith("m: 2.0 rolled back at 5 %: error_rate 8.5 % of 494 calls against 0 % of ")
+        assert result.startswith("m: 2.0 rolled back at 5 %: error_rate 8.5 % of 494 requests against 0 % ")
         assert "; at most 1 % more is allowed (surely above: " in result
-        assert result.endswith(" %); 1.0 has all calls, 2.0 keeps its workers")
+        assert result.endswith(" %); 1.0 has all requests, 2.0 keeps its workers")
 
     def test_one_that_always_fails_goes_back_within_few_calls(self):
         """At one percent, call by call, as they come."""
@@ -245,7 +245,7 @@ class TestGuardrails:
         once = [split(arm(200, failed=1, reason="out_of_memory"))]
         back = evaluate(at(0, lenient), once, 101.0)
         assert back.state == "rolled_back"
-        result = "out_of_memory 0.5 % of 200 calls against 0 % of 10,000; 1 in all, at most 0 may be"
+        result = "out_of_memory 0.5 % of 200 requests against 0 % of 10,000; 1 in all, at most 0 may be"
         assert back.decisions[-1].reason.startswith(result)
         thrice = replace(lenient, guardrails=replace(lenient.guardrails, out_of_memory=3))
         assert evaluate(at(0, thrice), once, 101.0).active
@@ -264,7 +264,7 @@ class TestGuardrails:
         back = evaluate(at(1, plan), figures, 101.0)
         assert back.state == "rolled_back"
         assert (
-            "error_rate 10 % of 400 calls against 0 % of 4,000 in the steps before"
+            "error_rate 10 % of 400 requests against 0 % of 4,000 in the steps before"
             in back.decisions[-1].reason
         )
         assert not back.decisions[-1].figures["guardrails"][0]["concurrent"]
@@ -272,7 +272,7 @@ class TestGuardrails:
     def test_at_all_calls_from_the_first_on_the_margin_is_all_there_is(self):
         plan = replace(PLAN, steps=(100,))
         back = evaluate(at(0, plan), [{"candidate": arm(400, failed=40)}], 101.0)
-        assert "error_rate 10 % of 400 calls, with nothing to compare with; at most 1 % is allowed" in (
+        assert "error_rate 10 % of 400 requests, with nothing to compare with; at most 1 % is allowed" in (
             back.decisions[-1].reason
         )
         assert evaluate(at(0, plan), [{"candidate": arm(400)}], 101.0).active
@@ -281,7 +281,7 @@ class TestGuardrails:
         for step, plan in ((0, PLAN), (4, PLAN), (0, replace(PLAN, steps=(100,)))):
             assert not any(r.broken for r in evaluate_guardrails(at(step, plan), [{}] * (step + 1)))
             assert evaluate(at(step, plan), [{}] * (step + 1), 101.0).active
-        assert reading("error_rate", at(0), []).words.startswith("error_rate: no calls yet")
+        assert reading("error_rate", at(0), []).words.startswith("error_rate: no requests yet")
 
 
 class TestLooking:
@@ -330,7 +330,7 @@ def test_the_document_says_everything():
     rollout = at(1)
     figures = [split(arm(60)), split(arm(12, failed=3), arm(200))]
     result = to_document(rollout, figures, 112.5)
-    assert result["next"] == "48 s of bake time and 38 more calls of the candidate"
+    assert result["next"] == "48 s of bake time and 38 more requests of the candidate"
     reported = [result[key] for key in ("state", "percent", "step", "to", "baseline")]
     assert reported == ["running", 5, 1, "2.0", "1.0"]
     assert result["figures"]["candidate"] == {
@@ -358,10 +358,10 @@ def test_the_document_says_everything():
 @pytest.mark.parametrize(
     ("after", "result"),
     [
-        (create(PLAN, "r1", "m", "1.0", False, 1.0), "m: 2.0 rollout begins: 2.0 is to take over from 1.0"),
+        (create(PLAN, "r1", "m", "1.0", False, 1.0), "m: 2.0 rollout begins: 2.0 replaces 1.0 step by step"),
         (at(0), "m: 2.0 gets 1 %: 2.0 runs"),
-        (apply_action(at(1), "pause", 1.0, []), "m: 2.0 paused at 5 %: an operator"),
-        (apply_action(at(1), "abort", 1.0, []), "m: 2.0 aborted at 5 %: an operator"),
+        (apply_action(at(1), "pause", 1.0, []), "m: 2.0 paused at 5 %: held by an operator"),
+        (apply_action(at(1), "abort", 1.0, []), "m: 2.0 aborted at 5 %: ended by an operator"),
         (state_machine.mark_scaled_down(at(1), 1.0, "because"), "m: 1.0 is no longer kept warm: because"),
     ],
 )

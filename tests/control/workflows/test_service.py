@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,18 +12,9 @@ import pytest
 
 from serve_app.control import registry_changes
 from serve_app.control.api import ControlPlane
-from serve_app.control.archive_ingestion import ArchiveIngestor
-from serve_app.control.cluster_metrics import ClusterMetrics
-from serve_app.control.lifecycle_events import EventLog
-from serve_app.control.models import ModelService
 from serve_app.control.persistence.database import Database
-from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.registry import find_version
-from serve_app.control.replica_health import HealthTracker
-from serve_app.control.state import AcknowledgementPolicy, StateStore
-from serve_app.control.table_publisher import TablePublisher
 from serve_app.control.traffic import TrafficService
-from serve_app.control.workflows.service import WorkflowService
 from serve_app.domain import workflow_graph
 from serve_app.domain.model import ModelRef, Registration
 from serve_app.domain.traffic_policy import ShadowPolicy, TrafficPolicy
@@ -44,12 +34,9 @@ from serve_app.errors import (
     WorkflowNotFound,
 )
 from serve_app.model_store.workflow_archiver import WorkflowArchiveRecipe, make
-from serve_app.runtime.package_envs import PackageEnvs
 from serve_app.settings import ControlSettings, Settings
-from serve_app.telemetry.metrics import Meters
-from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from tests.support.archives import ECHO, make_archive
-from tests.support.control_services import SimulatedServe
+from tests.support.control_services import ControlServices
 
 pytestmark = pytest.mark.integration
 
@@ -76,56 +63,24 @@ READING = {"name": "reading", "steps": {"a": {"model": "m:1.0"}, "b": {"model": 
 class Cluster:
     def __init__(self, home: Path) -> None:
         self.home = home
-        (home / "model_store").mkdir(exist_ok=True)
-        self.settings = Settings(home=str(home), control=ControlSettings(acknowledge_timeout=0.2))
-        self.meters = Meters()
-        self.total = MetricsAggregator()
-        self.publisher = TablePublisher(self.total)
-        health = HealthTracker()
-        events = EventLog()
-        ingestor = ArchiveIngestor(self.settings)
-        self.serve = SimulatedServe(health)
-        self.reconcile_loop = ReconcileLoop(self.serve, health, ingestor, self.meters, self.settings)  # type: ignore[arg-type]
-        self.database = Database(self.settings.database_url)
-        environments = PackageEnvs(self.settings.state_dir / "environments", self.settings.runtime)
-        self.state = self.reconcile_loop.state = StateStore(
-            self.database,
-            self.database.load(),
-            self.publisher,
-            health,
-            None,
-            AcknowledgementPolicy(self.reconcile_loop.live_readers, 0.2),
-            self.reconcile_loop.on_change,
-        )
-        metrics = ClusterMetrics(self.publisher, self.total, self.reconcile_loop.live_readers, self.meters)
-        self.models = ModelService(
-            self.state,
-            self.reconcile_loop,
-            metrics,
-            ingestor,
-            environments,
-            events,
-            None,  # type: ignore[arg-type]
-            self.settings,
-        )
-        self.owner = WorkflowService(
-            self.state, self.reconcile_loop, self.models, metrics, ingestor, events, self.settings
-        )
-        self.control = ControlPlane(self.owner, self.settings)  # type: ignore[arg-type]
         self.loop = asyncio.new_event_loop()
-        self._task = self.loop.create_task(self.reconcile_loop.run())
-        self.state.publish()
+        self.services = services = self(self._start())
+        self.settings, self.database, self.state = services.settings, services.database, services.state
+        self.serve, self.reconcile_loop = services.serve, services.reconcile_loop
+        self.publisher, self.models = services.publisher, services.models
+        self.owner, self.control = services.workflows, services.control
+
+    async def _start(self) -> ControlServices:
+        services = ControlServices(self.home)
+        await services.start()
+        return services
 
     def __call__(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
 
     def close(self) -> None:
-        self.owner.close()
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            self.loop.run_until_complete(self._task)
+        self(self.services.close())
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.database.close()
         self.loop.close()
 
     def model(self, name: str, version: str = "1.0", workers: int = 1) -> None:
@@ -340,6 +295,14 @@ def test_a_failure_leaves_nothing_behind(cluster: Cluster, broken: str) -> None:
     assert cluster.register(url).name == "wf"
 
 
+def test_a_model_that_the_cluster_cannot_hold_leaves_nothing_behind(cluster: Cluster) -> None:
+    many = SPEC.replace("min-workers: 2, max-workers: 2", "min-workers: 100, max-workers: 100")
+    with pytest.raises(WorkflowFailed, match="100 replicas of wf__left") as refused:
+        cluster.register(cluster.war(spec=many))
+    assert "can hold 64 of them" in str(refused.value)
+    assert not cluster.names
+
+
 def test_a_model_that_is_not_there_leaves_nothing_behind(cluster: Cluster) -> None:
     url = cluster.war(spec=SPEC.replace("right-1.0.mar", "gone.mar"))
     with pytest.raises(
@@ -369,8 +332,8 @@ def test_an_archive_that_is_not_there(cluster: Cluster, url: str, words: str) ->
 
 def test_calls_that_had_begun_end_before_the_parts_go(cluster: Cluster) -> None:
     cluster.register(cluster.war())
-    cluster.meters.workflow("wf", "1.0", 1)
-    cluster.total.put("gateway", cluster.meters.report())
+    cluster.services.meters.workflow("wf", "1.0", 1)
+    cluster.services.aggregator.put("replica", cluster.services.meters.report())
     cluster(cluster.control.unregister_workflow("wf"))
     assert not cluster.names and "wf" not in cluster.publisher.table.models
     cluster(asyncio.sleep(0.3))
@@ -384,8 +347,8 @@ def test_calls_that_had_begun_end_before_the_parts_go(cluster: Cluster) -> None:
     task = cluster.loop.create_task(register())
     cluster(asyncio.sleep(0.2))
     assert not again.is_set()  # what still answers is not replaced under its callers
-    cluster.meters.workflow("wf", "1.0", -1)
-    cluster.total.put("gateway", cluster.meters.report())
+    cluster.services.meters.workflow("wf", "1.0", -1)
+    cluster.services.aggregator.put("replica", cluster.services.meters.report())
     cluster(task)
     assert set(cluster.serve.apps) == {"wf--1.0", "wf__left--1.0", "wf__right--1.0"}
     cluster(cluster.control.unregister_workflow("wf"))
