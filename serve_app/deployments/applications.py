@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import cache
 from typing import Any
+
+from ray import serve
 
 from serve_app.control.reconciler import ATTEMPT, MEMORY, DeployAction
 from serve_app.deployments import options
@@ -25,12 +28,11 @@ HEAD_RESOURCE = "node:__internal_head__"  # which Ray gives the head node
 def model_application(settings: Settings, action: DeployAction) -> Any:
     """Return the Serve application of one version of one model, or of a pool, as ``action`` has it."""
     spec, scaling = action.desired.spec, action.scaling
-    # Serve deployments; mypy sees the undecorated classes.
-    replica: Any = PoolHost if spec.name == POOLS else ModelReplica
-    replicas: dict[str, Any] = (
-        {"num_replicas": spec.min_workers} if scaling is None else {"autoscaling_config": dict(scaling)}
-    )
-    common = {**COMMON_OPTIONS, "graceful_shutdown_timeout_s": options.drain_timeout(spec)}
+    replica = _http_deployment(PoolHost if spec.name == POOLS else ModelReplica)
+    replicas: dict[str, Any] = {"num_replicas": action.desired.min_replicas}
+    if scaling is not None:
+        replicas = {"autoscaling_config": dict(scaling)}
+    common = {**COMMON_OPTIONS, "graceful_shutdown_timeout_s": options.drain_timeout(spec, settings)}
     with warnings.catch_warnings():
         # Ray deprecates metrics_interval_s, which nothing replaces yet.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -54,6 +56,16 @@ def model_application(settings: Settings, action: DeployAction) -> Any:
     return deployment.bind(spec, settings.without_secrets())
 
 
+@cache
+def _http_deployment(serving_class: Any) -> Any:
+    """Return the deployment of a class that serves HTTP itself.
+
+    A decorator would replace the class by the deployment. Serve would then store the class by value, 24 KiB,
+    with each start of a replica and in each checkpoint of the controller.
+    """
+    return serve.deployment(serve.ingress()(serving_class))
+
+
 def _actor_options(spec: ModelSpec, memory: int) -> dict[str, Any]:
     """Return the options of a replica's actor; the fork server, where there is one, starts it with torch.
 
@@ -72,8 +84,8 @@ def _gateway_options(settings: Settings) -> dict[str, Any]:
 
 
 def server_application(gateway: Any, management: Any, settings: Settings) -> Any:
-    """Return the Serve application of the deployments ``gateway`` and ``management``."""
-    management = management.options(
+    """Return the Serve application of the classes ``gateway`` and ``management``."""
+    management = serve.deployment(management).options(
         **{**COMMON_OPTIONS, "graceful_shutdown_timeout_s": 3},
         name=MANAGEMENT,
         num_replicas=1,
@@ -82,7 +94,7 @@ def server_application(gateway: Any, management: Any, settings: Settings) -> Any
         # The database, the volume and the ports are on the head node.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}},
     )
-    gateway = gateway.options(
+    gateway = _http_deployment(gateway).options(
         **COMMON_OPTIONS,
         name=GATEWAY,
         num_replicas=settings.inference.gateways,

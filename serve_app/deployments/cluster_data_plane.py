@@ -32,6 +32,7 @@ def create_data_plane(
     reports: ReportQueue,
     local: LocalReplica | None = None,
     host: PoolHostBackends | None = None,
+    stores_responses: bool = True,
 ) -> tuple[DataPlane, ShadowMirror]:
     """Create the data plane of this process and its mirror, and add their reports to ``reports``.
 
@@ -52,7 +53,9 @@ def create_data_plane(
         mirror=mirror,
         sequence_affinity=SequenceRouter(reader, clients, sequence_headers(settings), local),
         limits=DataPlaneLimits(
-            max_workflow_items=settings.inference.max_workflow_items, gateways=settings.inference.gateways
+            max_workflow_items=settings.inference.max_workflow_items,
+            gateways=settings.inference.gateways,
+            max_cache_bytes=settings.inference.max_cache_bytes if stores_responses else 0,
         ),
     )
     reports.sources.update(trials=plane.experiment_collector.drain, shadow=mirror.drain)

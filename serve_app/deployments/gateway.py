@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import os
 from typing import Any
 
 from ray import serve
@@ -25,9 +27,9 @@ from serve_app.settings import Settings
 from serve_app.telemetry import access_log, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.metrics import Meters
 
+log = logging.getLogger(__name__)
 
-@serve.deployment
-@serve.ingress()
+
 class Gateway:
     """A gateway without a model; it can answer every request, and a replica's own route is only faster."""
 
@@ -61,6 +63,7 @@ class Gateway:
                 server, settings.grpc.host, settings.grpc.port, "grpc.port", context, shared=True
             )
             await self._grpc.open()
+        log.info("The gateway has started (pid %d)", os.getpid())  # again, after it was killed
         process = ExportedProcess(SERVER, replica, "/")
         self._ray_metrics = ray_metrics.start(settings, self._meters, process, self._measure_load)
         gc.collect()

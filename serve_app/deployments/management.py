@@ -40,10 +40,13 @@ from serve_app.control.pools.service import PoolService
 from serve_app.control.pools.tracker import PoolTracker
 from serve_app.control.reconcile_loop import ReconcileLoop
 from serve_app.control.reconciler import Reconciler
+from serve_app.control.recycling import ReplicaRecycler
 from serve_app.control.registry import find_version
 from serve_app.control.replica_health import HealthTracker
+from serve_app.control.repository_poller import RepositoryPoller
 from serve_app.control.result_history import ResultHistory
 from serve_app.control.rollouts.service import RolloutService
+from serve_app.control.scaling import ReplicaScaler
 from serve_app.control.shadow.service import ShadowService
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import Nudge, TablePublisher
@@ -58,6 +61,7 @@ from serve_app.deployments.management_client import ReportQueue
 from serve_app.deployments.options import autoscaling_config, user_config
 from serve_app.deployments.ray_internals import env_check
 from serve_app.deployments.ray_internals.controller_memory import bound_controller_memory
+from serve_app.deployments.ray_internals.replica_replacement import replace_replica
 from serve_app.deployments.serving_process.adapters import load_in_replica
 from serve_app.deployments.transport.control_rpc import ControlDispatcher
 from serve_app.deployments.transport.pool_client import VersionClients, load_in_host
@@ -65,6 +69,7 @@ from serve_app.domain.access import KeyDemand, KeyShare
 from serve_app.domain.audit import Actor
 from serve_app.domain.model import ModelRef, ModelSpec, Stage
 from serve_app.domain.pool import HostReport
+from serve_app.domain.recycling import RecyclingReason
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.routing_table import RoutingTable, TableDelta, VersionRoute
 from serve_app.domain.signature import Signature
@@ -78,6 +83,8 @@ from serve_app.settings import INFERENCE_HOST, Settings, is_loopback
 from serve_app.telemetry import crash_reports, host_metrics, logs, torchserve, tracing
 from serve_app.telemetry.audit_log import run_as_server
 from serve_app.telemetry.crash_reports import CrashReport
+from serve_app.telemetry.descriptors import DescriptorCheck
+from serve_app.telemetry.disk_space import DiskSpace
 from serve_app.telemetry.metrics import Meters, MetricsReport
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
@@ -106,7 +113,6 @@ def _describe_handler(clients: VersionClients) -> DescribeHandler:
     return describe
 
 
-@serve.deployment
 class Management:
     """The control plane: one replica on the head node. Every acknowledged change is in its database."""
 
@@ -119,6 +125,8 @@ class Management:
             log.warning("%s", warning)
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
+        self._descriptors = DescriptorCheck()
+        self._results_are_stored = True
         self._pool_publication: asyncio.TimerHandle | None = None
         self._listeners: ManagementListeners | None = None
         management_tls = await asyncio.to_thread(tls.management_context, settings)
@@ -139,6 +147,10 @@ class Management:
         )
         self._archive_ingestor = await asyncio.to_thread(ArchiveIngestor, settings)
         self._pool_tracker = PoolTracker(on_change=self._on_pool_change)
+        self._scaler = ReplicaScaler(settings.control, self._health, self._events, self._meters)
+        self._recycler = ReplicaRecycler(
+            replace_replica, self._events, self._meters, self._health.record_note
+        )
         self._reconcile_loop = ReconcileLoop(
             Reconciler(
                 partial(model_application, settings), partial(user_config, settings), autoscaling_config
@@ -148,7 +160,11 @@ class Management:
             self._meters,
             settings,
             self._pool_tracker,
+            self._recycler,
+            self._scaler,
         )
+        self._scaler.on_change = self._reconcile_loop.trigger
+        self._scaler.count_running = self._reconcile_loop.count_running
         inference_hosts, inference_port = await self._reconcile_loop.run_in_serve_thread(_inference_addresses)
         run = ray.get_runtime_context().get_session_name()
         keys = await asyncio.to_thread(create_keys, settings, inference_hosts, run)
@@ -166,6 +182,7 @@ class Management:
         self._listeners = ManagementListeners(control, settings, self._meters, self._cluster_metrics.render)
         await self._listeners.open(inference_port, management_tls, grpc_credentials)
         self._host_metrics = host_metrics.start(self._meters.torchserve, settings)
+        log.info("Management has started (pid %d)", os.getpid())  # again, after it was killed
         self._start_tasks()
 
     async def _create_services(self, keys: ApiKeys | None) -> None:
@@ -173,6 +190,7 @@ class Management:
         settings, reconcile_loop = self._settings, self._reconcile_loop
         database = await asyncio.to_thread(Database, settings.database_url)
         registry = await asyncio.to_thread(database.load)
+        self._events.record_skipped(database.skipped)
         self._metric_store = await asyncio.to_thread(MetricStore, database)
         environments = await asyncio.to_thread(
             PackageEnvs, settings.state_dir / "environments", settings.runtime
@@ -190,6 +208,7 @@ class Management:
             reconcile_loop.on_change,
             settings.runtime.header_key_sequence_id.lower(),
         )
+        self._scaler.get_registry = lambda: self._state.registry
         self._state.pool_hosts = lambda: self._pool_tracker.hosts
         self._pools = PoolService(
             self._state,
@@ -215,6 +234,7 @@ class Management:
             settings,
         )
         self._models.pools = self._pools
+        self._repository = RepositoryPoller(self._state, self._models, reconcile_loop, self._events, settings)
         self._workflows = WorkflowService(
             self._state, reconcile_loop, self._models, metrics, self._archive_ingestor, self._events, settings
         )
@@ -239,6 +259,7 @@ class Management:
         self._dispatcher = ControlDispatcher(
             self._keys,
             self._models,
+            self._scaler,
             self._workflows,
             self._adapters,
             self._traffic,
@@ -253,10 +274,17 @@ class Management:
 
     def _start_tasks(self) -> None:
         """Start the loops of the control plane; the model store is loaded beside them."""
-        on_loaded = partial(self._traffic.apply_declared_policies, self._settings.control.traffic)
+
+        async def on_loaded() -> None:
+            await self._repository.load()
+            await self._traffic.apply_declared_policies(self._settings.control.traffic)
+
+        settings = self._settings
         loops: list[Coroutine[Any, Any, None]] = [
             run_as_server("startup", self._models.load_model_store(on_loaded)),
             self._reconcile_loop.run(),
+            self._scaler.run(),
+            run_as_server("repository", self._repository.run()),
             run_as_server("rollout", self._rollouts.run()),
             run_as_server("experiment", self._experiments.run()),
             export_periodically(self._rollouts.export, self._experiments.export),
@@ -266,6 +294,7 @@ class Management:
             self._pools.run(),
             self._async_predictions.run(),
             self._report_queue.push(),
+            DiskSpace({"state_dir": settings.state_dir, "log_dir": settings.log_dir}, self._meters).run(),
             bound_controller_memory(self._settings.control.controller_memory_limit),
             self._state.run(),
         ]
@@ -297,7 +326,9 @@ class Management:
         settings, async_settings = self._settings, self._settings.async_predictions
         source = serve.get_replica_context().replica_id.unique_id
         self._report_queue = ReportQueue(self.observe, source, settings.counts_dir)
-        plane, self._mirror = create_data_plane(self._reader, self._meters, settings, self._report_queue)
+        plane, self._mirror = create_data_plane(
+            self._reader, self._meters, settings, self._report_queue, stores_responses=False
+        )
         stored = AsyncPredictionStore(database, BlobStore(settings), async_settings.inline_max_bytes)
         return AsyncPredictionService(
             stored,
@@ -325,12 +356,22 @@ class Management:
         try:
             if (seen := payloads.get("trials")) is not None:
                 await self._metric_store.record(source, number, seen)
+                if not self._results_are_stored:
+                    log.info("The results of experiments and rollouts are stored again")
+                self._results_are_stored = True
             if (compared := payloads.get("shadow")) is not None:
                 self._shadow.put(source, number, compared)
             if (captured := payloads.get("capture")) is not None:
                 self._drift.put(source, number, captured)
         except Unavailable as error:
-            log.warning("what calls came to could not be stored, and will be sent again: %s", error)
+            if self._results_are_stored:  # every process sends them again, five times a second
+                log.warning(
+                    "The results of experiments and rollouts from %s could not be stored; all processes send "
+                    "theirs again until they are: %s",
+                    source,
+                    error,
+                )
+            self._results_are_stored = False
             return False
         return True
 
@@ -347,19 +388,37 @@ class Management:
         if self._jwk_set is not None:
             self._jwk_set.request_refresh()
 
-    async def start_failed(self, ref: ModelRef, digest: str, error: StartFailed) -> None:
-        """Record that a replica could not load the archive ``digest``, with the handler's traceback."""
+    async def start_failed(self, ref: ModelRef, digest: str, error: StartFailed, began: float) -> None:
+        """Record that a replica could not load the archive ``digest``, with the handler's traceback.
+
+        ``began`` is the start of the load in seconds since the epoch.
+        """
         with contextlib.suppress(NotFound):  # removed meanwhile
             spec = find_version(self._state.registry, ref.name, ref.version)
-            if spec.digest == digest:
+            if spec.digest == digest and not self._health.is_outdated(ref, began):
                 self._health.record_start_failure(spec, error)
-                self._meters.replica_failure(ref.name, ref.version, "start_failed")
+                failures = "torchrelay_replica_failures"
+                self._meters.instrument(failures, ref.name, ref.version, "start_failed").inc()
                 self._reconcile_loop.trigger()
 
     async def died(self, deaths: list[CrashReport]) -> None:
         """Record crashes of replicas on another node."""
         self._reconcile_loop.record_crashes(deaths)
         self._reconcile_loop.trigger()
+
+    async def recycle(
+        self, ref: ModelRef, replica: str, reason: RecyclingReason, detail: str, age: float
+    ) -> None:
+        """Replace a replica that has reached a limit of its version's ``recycling`` at this age."""
+        if self._recycler.request(ref, replica, reason, detail, age):
+            self._reconcile_loop.trigger()
+
+    async def limit_is_ignored(self, ref: ModelRef, problem: str) -> None:
+        """Show in a version's status that its replicas ignore a limit of ``recycling``."""
+        with contextlib.suppress(NotFound):  # removed meanwhile
+            find_version(self._state.registry, ref.name, ref.version)
+            self._health.record_note(ref, problem)
+            self._reconcile_loop.trigger()
 
     async def offers(
         self,
@@ -379,7 +438,11 @@ class Management:
         try:
             await self._state.record_memory(ref, digest, memory)
         except Unavailable as error:
-            log.warning("the memory of %s could not be stored: %s", ref.app, error)
+            log.warning(
+                "The memory that a replica of %s takes could not be stored for its next placement: %s",
+                ref.app,
+                error,
+            )
 
     async def report_host(self, host: str, report: HostReport) -> None:
         """Store what a pool's host has loaded."""
@@ -429,6 +492,7 @@ class Management:
         return await self._dispatcher.dispatch(name, args, kwargs, actor)
 
     async def check_health(self) -> None:
+        self._descriptors.run()
         for task in self._tasks:
             if task.done() and task.exception() is not None:
                 raise RuntimeError("the reconciler ended") from task.exception()

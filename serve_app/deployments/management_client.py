@@ -19,6 +19,7 @@ from serve_app.dataplane.experiment_collector import replay
 from serve_app.deployments.ray_internals.actor_classes import bound_actor_classes
 from serve_app.domain.routing_table import TableDelta
 from serve_app.protocols.http import json_web_tokens
+from serve_app.telemetry.descriptors import DescriptorCheck
 from serve_app.telemetry.metrics import Meters, MetricsReport
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,8 @@ class ReportQueue:
                 recovered = recovered or await self.send_abandoned(_SEND_TIMEOUT_S)
             except asyncio.CancelledError:
                 raise
-            except Exception as error:  # as in ManagementClient._poll
-                log.info(
+            except Exception as error:  # as in ManagementClient._poll, which reports it
+                log.debug(
                     "Management has not counted observations (%s); sending them again", type(error).__name__
                 )
 
@@ -120,6 +121,7 @@ class ManagementClient:
         self.management = serve.get_deployment_handle(MANAGEMENT, SERVER)  # for calls beside the poll too
         self._reader = reader
         self._meters = meters
+        self._descriptors = DescriptorCheck()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -146,6 +148,7 @@ class ManagementClient:
 
     def _collect_samples(self, full: bool = True) -> MetricsReport:
         self.before_report()
+        self._descriptors.run()
         if self.key_limiter is not None:
             self.key_limiter.report(self._meters)
         return self._meters.report(full)
@@ -153,6 +156,7 @@ class ManagementClient:
     async def _poll(self) -> None:
         samples: MetricsReport | None = self._collect_samples()
         is_connected = False  # since Management started last
+        has_reported = False  # that it does not answer, once until it does
         while True:
             try:
                 answer = await self.management.poll.remote(
@@ -161,14 +165,22 @@ class ManagementClient:
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # Management is down or being replaced: the last table stays in use
-                log.info("no answer from Management (%s); asking again", type(error).__name__)
-                is_connected = False
+                if not has_reported:
+                    log.warning(
+                        "Management does not respond (%s). Requests continue with the last routing table; "
+                        "polls are repeated until it has started",
+                        type(error).__name__,
+                    )
+                is_connected, has_reported = False, True
                 await asyncio.sleep(_RETRY_PERIOD_S)
                 continue
             try:
                 if not is_connected:
                     self.on_connect()
                     is_connected = True
+                if has_reported:
+                    log.info("Management responds again")
+                    has_reported = False
                 samples = self._collect_samples(answer == "all samples") if isinstance(answer, str) else None
                 if isinstance(answer, TableDelta):
                     self._reader.update(answer.apply(self._reader.table))
@@ -200,7 +212,7 @@ class ManagementClient:
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # Management is down: the equal shares apply once these expire
-                log.info("no shares of key limits from Management (%s)", type(error).__name__)
+                log.debug("no shares of key limits from Management (%s)", type(error).__name__)
                 await asyncio.sleep(_RETRY_PERIOD_S)
 
     async def _observe(self, source: str, number: int, payloads: dict[str, Any]) -> bool:

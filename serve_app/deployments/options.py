@@ -7,6 +7,10 @@ import hashlib
 import json
 from typing import Any
 
+from ray import cloudpickle
+from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.config import RequestRouterConfig
+
 from serve_app import __version__
 from serve_app.control.registry import DesiredState
 from serve_app.deployments.management_client import SERVER
@@ -51,6 +55,7 @@ _MANAGEMENT_SETTINGS = ("auth", "management", "grpc", "limits", "pools")
 _METRICS_INTERVAL_S = 1.0
 _POLICY_MODULE = "serve_app.deployments.autoscaling_policies"
 _POLICY_CLASSES = {"requests": "OngoingRequestsPolicy", "latency": "LatencyPolicy"}
+_EQUAL_BOUNDS = "OngoingRequestsPolicy"  # any policy keeps to two equal bounds
 
 _MIN_CPU = 0.001  # of a CPU: a placement group bundle cannot be empty
 
@@ -61,7 +66,11 @@ COMMON_OPTIONS: dict[str, Any] = {
     "graceful_shutdown_timeout_s": 10,
     "graceful_shutdown_wait_loop_s": 0.5,
     # A handle dispatches queued requests by retries with back-off; Ray's initial 0.5 s starves a deep queue.
-    "request_router_config": {"initial_backoff_s": 0.005, "max_backoff_s": 0.02},
+    # Ray stores its own router by value, 109 KiB with each start of a replica and twice in each checkpoint.
+    "request_router_config": RequestRouterConfig.from_serialized_request_router_cls(
+        {"initial_backoff_s": 0.005, "max_backoff_s": 0.02},
+        cloudpickle.dumps(PowerOfTwoChoicesRequestRouter),
+    ),
     # Ray Serve's own access log stalls the event loop for 17 ms every 1,000 lines; ours is written off it.
     "logging_config": {"enable_access_log": False},
 }
@@ -127,7 +136,7 @@ def autoscaling_config(spec: ModelSpec, was_autoscaled: bool) -> dict[str, Any] 
         "look_back_period_s": scaling.look_back_period_s,
         "metrics_interval_s": _METRICS_INTERVAL_S,
         "policy": {
-            "policy_function": f"{_POLICY_MODULE}:{_POLICY_CLASSES[scaling.policy]}",
+            "policy_function": f"{_POLICY_MODULE}:{_POLICY_CLASSES.get(scaling.policy, _EQUAL_BOUNDS)}",
             "policy_kwargs": targets,
         },
     }
@@ -138,12 +147,14 @@ def max_ongoing_requests(spec: ModelSpec) -> int:
     return spec.max_ongoing_requests or spec.job_queue_size + 2 * spec.batch_size + 32
 
 
-def drain_timeout(spec: ModelSpec) -> float:
+def drain_timeout(spec: ModelSpec, settings: Settings) -> float:
     """Return the seconds in which a stopping replica may finish its requests.
 
-    Autoscaling stops replicas at any moment, so there the time covers the longest allowed request.
+    Autoscaling and recycling stop replicas at any moment, so there the time covers the longest allowed
+    request.
     """
-    return max(10.0, spec.response_timeout + 5.0) if spec.scaling is not None else 10.0
+    stops_at_any_time = spec.scaling is not None or spec.find_recycling(settings.runtime.recycling).is_limited
+    return max(10.0, spec.response_timeout + 5.0) if stops_at_any_time else 10.0
 
 
 def actor_resources(spec: ModelSpec, memory: int) -> dict[str, Any]:

@@ -42,9 +42,6 @@ _COLLECTION = "RAY_enable_metrics_collection"  # Ray's variable
 _PERIOD = 1.0  # seconds
 _BOUNDS = [float(bound) for bound in REQUEST_LATENCY_BUCKETS_MS]
 _LE = [floatToGoString(bound) for bound in (*_BOUNDS, float("inf"))]
-_DEPLOYMENT = ("application", "deployment", "replica", "route")
-_HTTP = ("application", "route", "method")
-_GRPC = ("application", "method")
 
 Tags = dict[str, str]
 

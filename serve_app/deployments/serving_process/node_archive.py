@@ -129,4 +129,4 @@ def _reachable_by_nodes(address: str) -> bool:
     Web servers are left to Management, so that one registration is one download of them.
     """
     scheme, separator, _ = address.partition("://")
-    return scheme in object_stores.EXTRAS if separator else bool(address) and not address.startswith("/")
+    return scheme in object_stores.SCHEMES if separator else bool(address) and not address.startswith("/")

@@ -8,8 +8,6 @@ import logging
 import time
 from typing import Any
 
-from ray import serve
-
 from serve_app.deployments.cluster_data_plane import PoolHostBackends, create_data_plane
 from serve_app.deployments.serving_process.pooled_version import PooledVersion
 from serve_app.deployments.serving_process.process import ServingProcess, report_crashes
@@ -36,8 +34,6 @@ _SAMPLE_PERIOD_S = 1.0  # seconds between measurements of the process
 Response = InferenceResponse | ResponseStream
 
 
-@serve.deployment
-@serve.ingress()
 class PoolHost(ServingProcess):
     """A host: a data plane with the versions that it has loaded, and a cache that loads and evicts them."""
 

@@ -78,7 +78,7 @@ class PooledVersion(ServedVersion):
     async def close(self) -> None:
         """Answer the admitted requests, and free the model."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.batcher.close(), drain_timeout(self.spec))
+            await asyncio.wait_for(self.batcher.close(), drain_timeout(self.spec, self._settings))
         await asyncio.to_thread(self.handler_thread.shutdown)
         runner = self.runner
         del self.runner, self.executor, self.batcher, self._limit

