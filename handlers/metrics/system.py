@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
+from pathlib import Path
 
 import psutil
 
@@ -11,6 +13,16 @@ from handlers.metrics.metric import Dimension, Metric
 
 _HOST = Dimension("Level", "Host")
 _MB, _GB = 1 << 20, 1 << 30
+# Of control groups, second and first version: the limit, the bytes in use, and what is cache among them.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
 _QUERY = "index,utilization.gpu,memory.used,memory.total"
 
 
@@ -20,15 +32,33 @@ def cpu_utilization() -> Metric:
 
 
 def memory_used() -> Metric:
-    return _metric("MemoryUsed", psutil.virtual_memory().used / _MB, "MB")
+    return _metric("MemoryUsed", measure_memory()[0] / _MB, "MB")
 
 
 def memory_available() -> Metric:
-    return _metric("MemoryAvailable", psutil.virtual_memory().available / _MB, "MB")
+    return _metric("MemoryAvailable", measure_memory()[1] / _MB, "MB")
 
 
 def memory_utilization() -> Metric:
-    return _metric("MemoryUtilization", psutil.virtual_memory().percent, "percent")
+    _, available, total = measure_memory()
+    return _metric("MemoryUtilization", round(100 * (total - available) / total, 1), "percent")
+
+
+def measure_memory(groups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int, int]:
+    """Return the used, available and total bytes of the machine, or of this container where it has a limit.
+
+    As in `docker stats`, the inactive part of the file cache does not count as used.
+    """
+    memory = psutil.virtual_memory()
+    for limit_file, used_file, stat_file, inactive in _MEMORY_FILES:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            limit = int((groups / limit_file).read_text())
+            if limit >= memory.total:
+                break
+            statistics = dict(line.split() for line in (groups / stat_file).read_text().splitlines())
+            used = max(0, int((groups / used_file).read_text()) - int(statistics[inactive]))
+            return used, max(0, min(limit - used, memory.available)), limit
+    return memory.used, memory.available, memory.total
 
 
 def disk_used() -> Metric:

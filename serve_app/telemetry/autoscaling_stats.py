@@ -17,6 +17,7 @@ class AutoscalingStats:
         self._clock = clock
         self._rows: deque[tuple[float, float]] = deque(maxlen=_MAX_ROWS)  # completion time, latency
         self._counts = deque([(clock(), 0)])  # time of a report, rows completed by then
+        self.total_rows = 0  # of all batches, those of shadow requests too
         self._completed = 0
         self._total_latency = 0.0  # total latency of rows since the last report
         self._last_report = clock()
@@ -27,6 +28,7 @@ class AutoscalingStats:
         Batches of shadow requests (not ``live``) count for the load only.
         """
         now = self._clock()
+        self.total_rows += len(waits)
         self._total_latency += seconds * len(waits)
         if not live:
             return

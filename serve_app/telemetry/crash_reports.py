@@ -56,6 +56,7 @@ class CrashReport:
     loading: bool  # it had not been ready yet
     when: float  # seconds since the epoch, approximately
     cause: str
+    started: float = 0.0  # of the process, in seconds since the epoch
     out_of_memory: bool = False
     # In a process of a pool: the versions that ran a batch or loaded, and the one whose thread crashed it.
     running: tuple[str, ...] = ()
@@ -77,7 +78,15 @@ class CrashReporter:
             )
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         error, offset = _standard_error()
-        self._write(app=app, digest=digest, replica=replica, stderr=error, offset=offset, kills=_oom_kills())
+        self._write(
+            app=app,
+            digest=digest,
+            replica=replica,
+            started=time.time(),
+            stderr=error,
+            offset=offset,
+            kills=_oom_kills(),
+        )
         self._exit = os._exit
         os._exit = self._report_and_exit  # type: ignore[assignment]
         atexit.register(self.report, "its interpreter has exited: by SIGTERM, or by the handler's code")
@@ -184,6 +193,7 @@ def _build_report(text: bytes, path: Path) -> CrashReport:
         loading=loading,
         when=fields.get("when") or time.time(),
         cause=f"The replica's process ended {phase}: {cause.rstrip()}",
+        started=fields.get("started", 0.0),
         out_of_memory=out_of_memory,
         running=running,
         culprit=culprit,

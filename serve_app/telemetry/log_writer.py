@@ -65,7 +65,10 @@ class FileSink:
         descriptor = self._current_descriptor()
         block = memoryview(("\n" + text if self._line_incomplete else text).encode(errors="backslashreplace"))
         while block:
-            written = os.write(descriptor, block)
+            try:
+                written = os.write(descriptor, block)
+            except OSError as error:  # which names no file
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
             block = block[written:]
             self._line_incomplete = bool(block)
 

@@ -36,6 +36,8 @@ REQUESTS: ContextVar[tuple[str, ...]] = ContextVar("requests", default=())
 """The ids of the requests whose batch runs in this context; the runner sets it."""
 
 _MAX_LENGTH = 64 << 10  # characters of one record; the rest is cut
+_MAX_REPEATS = 200  # records of one place in the code in each period
+_REPEAT_PERIOD_S = 60.0
 _CONSOLE = "%(asctime)s [%(levelname)-5s] %(name)s - %(message)s"
 _LOG4J = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # TorchServe's names
 # Loggers whose records are not the handler's: the server's own, and Ray's.
@@ -130,6 +132,61 @@ class _LogHandler(logging.Handler):
             self.handleError(record)
 
 
+class RepeatLimiter(logging.Filter):
+    """A filter that passes at most ``limit`` records of each place in the code in each ``period`` of seconds.
+
+    A fault of a disk, a database or a model otherwise writes a record for each request. The last record that
+    passes states the limit, the first one of the next period how many were left out. Records of the level
+    DEBUG always pass. The filter may be added to several handlers: each record is counted once.
+    """
+
+    def __init__(
+        self,
+        limit: int = _MAX_REPEATS,
+        period: float = _REPEAT_PERIOD_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._limit, self._period, self._clock = limit, period, clock
+        self._lock = threading.Lock()  # the handlers' locks are separate
+        self._windows: dict[tuple[str, int], _RepeatWindow] = {}  # by file and line: bounded by the code
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.INFO:
+            return True
+        passes: bool | None = getattr(record, "passes_limit", None)
+        if passes is None:
+            with self._lock:
+                passes = record.passes_limit = self._count(record)
+        return passes
+
+    def _count(self, record: logging.LogRecord) -> bool:
+        now = self._clock()
+        window = self._windows.setdefault((record.pathname, record.lineno), _RepeatWindow(now))
+        omitted = 0
+        if now - window.started_at >= self._period:
+            omitted = max(0, window.count - self._limit)
+            window.started_at, window.count = now, 0
+        window.count += 1
+        if window.count > self._limit:
+            return False
+        if omitted:
+            record.msg = f"{record.msg} ({omitted} like it were left out before)"  # formatted by the handlers
+        if window.count == self._limit:
+            rest = self._period - (now - window.started_at)
+            note = (
+                f"({self._limit} like it within {self._period:.0f} s; others are left out for {rest:.0f} s)"
+            )
+            record.msg = f"{record.msg} {note}"
+        return True
+
+
+@dataclass
+class _RepeatWindow:
+    started_at: float
+    count: int = 0
+
+
 class _HandlerLogFilter(logging.Filter):
     """A filter that passes records of neither the server's nor Ray's loggers."""
 
@@ -210,6 +267,9 @@ class _LoggingState:
             _LogHandler(console, logging.Formatter(_CONSOLE)),
             _LogHandler(file, self._formatter),
         ]
+        limiter = RepeatLimiter()
+        for handler in self._handlers:
+            handler.addFilter(limiter)
         self._server.propagate = False
         self.restore(level)
         original = builtins.print

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import operator
 import time
+from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +27,9 @@ from serve_app.telemetry.metric_definitions import METRICS, MetricDefinition
 from serve_app.telemetry.torchserve.recorders import LabeledRecorder, RecorderSample, TorchServeRecorders
 
 Sample = tuple[str, tuple[tuple[str, str], ...], float]
-Labels = tuple[tuple[str, str], ...]  # sorted by name
 Number = float | tuple[float, ...]  # of a histogram the count of each bucket, and the sum
+
+MAX_RECENT = 100  # values; percentiles of more are estimated from the buckets
 
 
 class CounterInstrument:
@@ -44,22 +47,13 @@ class CounterInstrument:
         return self.value
 
 
-class GaugeInstrument:
+class GaugeInstrument(CounterInstrument):
     """A number that is set, or changes in both directions."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, buckets: Sequence[float] = ()) -> None:
-        self.value = 0.0
-
-    def inc(self, amount: float = 1.0) -> None:
-        self.value += amount
+    __slots__ = ()
 
     def set(self, value: float) -> None:
         self.value = float(value)
-
-    def read(self) -> Number:
-        return self.value
 
 
 class HistogramInstrument:
@@ -90,7 +84,22 @@ class HistogramInstrument:
         return (*self.counts, self.sum)
 
 
-Instrument = CounterInstrument | GaugeInstrument | HistogramInstrument
+class RecentHistogramInstrument(HistogramInstrument):
+    """A histogram with its latest values, from which percentiles of few values are exact.
+
+    They take 12 ns of an observation, and 3 KiB.
+    """
+
+    __slots__ = ("recent",)
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        super().__init__(buckets)
+        self.recent: deque[float] = deque(maxlen=MAX_RECENT)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        self.recent.append(value)
 
 
 def add_numbers(first: Number, second: Number) -> Number:
@@ -102,8 +111,10 @@ def add_numbers(first: Number, second: Number) -> Number:
     return first + second
 
 
-def count_and_sum(number: Number) -> tuple[float, float]:
-    """Return the number of a histogram's values, and their sum."""
+def count_and_sum(number: Number | None) -> tuple[float, float]:
+    """Return the number of a histogram's values, and their sum; None is a histogram without values."""
+    if number is None:
+        return 0, 0.0
     assert isinstance(number, tuple)
     return sum(number[:-1]), number[-1]
 
@@ -210,6 +221,7 @@ class Meters:
     def __init__(self, torchserve: TorchServeRecorders | None = None) -> None:
         self.torchserve = torchserve or TorchServeRecorders()
         self._instruments: dict[tuple[str, ...], Any] = {}  # by name and label values
+        self._recent: dict[tuple[str, ...], deque[float]] = {}  # the latest values of histograms
         self._request_meters: dict[tuple[str, str, str, str | None], _RequestMeters] = {}
         self._batches: dict[tuple[str, str], _BatchMeters] = {}
         self._batch_stats: dict[tuple[str, str], BatchStats] = {}
@@ -220,13 +232,17 @@ class Meters:
         # AutoscalingStats.record_batch in a replica that is autoscaled
         self.on_batch: Callable[[float, Collection[float], bool], None] = lambda *batch: None
 
-    def _child(self, *key: str) -> Any:
+    def instrument(self, *key: str) -> Any:
         """Return the instrument of a metric with these label values."""
         instrument = self._instruments.get(key)
         if instrument is None:
             metric = _DEFINITIONS[key[0]]
             assert len(key) == len(metric.labels) + 1, key
-            instrument = _INSTRUMENTS[metric.kind](metric.buckets)
+            if metric.keeps_recent:
+                instrument = RecentHistogramInstrument(metric.buckets)
+                self._recent[key] = instrument.recent
+            else:
+                instrument = _INSTRUMENTS[metric.kind](metric.buckets)
             self._instruments[key] = instrument
         return instrument
 
@@ -245,7 +261,7 @@ class Meters:
         batch, None where it never ran.
         """
         if not version:  # the client chose any name: caching its meters would fill the memory
-            self._child("torchrelay_requests", model, version, status).inc()
+            self.instrument("torchrelay_requests", model, version, status).inc()
             return
         key = (model, version, status, requested_version)
         meters = self._request_meters.get(key)
@@ -264,8 +280,8 @@ class Meters:
     ) -> _RequestMeters:
         torchserve, labels = self.torchserve, (model, requested_version or "default")
         return _RequestMeters(
-            self._child("torchrelay_requests", model, version, status),
-            self._child("torchrelay_request_latency_seconds", model, version),
+            self.instrument("torchrelay_requests", model, version, status),
+            self.instrument("torchrelay_request_latency_seconds", model, version),
             torchserve.child("ts_inference_requests_total", *labels),
             torchserve.child("ts_inference_latency_microseconds", *labels),
             torchserve.child("ts_queue_latency_microseconds", *labels),
@@ -276,13 +292,13 @@ class Meters:
         """Record an HTTP response of the inference port."""
         responses = self._responses.get(code)
         if responses is None:
-            responses = self._responses[code] = self._child("torchrelay_http_responses", str(code))
+            responses = self._responses[code] = self.instrument("torchrelay_http_responses", str(code))
         responses.inc()
         self.rest(code)
 
     def grpc_response(self, code: str) -> None:
         """Record a response of a gRPC port, with the name of its status."""
-        self._child("torchrelay_grpc_responses", code).inc()
+        self.instrument("torchrelay_grpc_responses", code).inc()
 
     def rest(self, code: int) -> None:
         """Record an HTTP response of any port."""
@@ -310,7 +326,7 @@ class Meters:
         meters = self._batches.get((model, version))
         if meters is None:
             meters = self._batches[model, version] = _BatchMeters(
-                *(self._child(name, model, version) for name in _BATCH_METRICS)
+                *(self.instrument(name, model, version) for name in _BATCH_METRICS)
             )
             self._batch_stats[model, version] = BatchStats()
         self.on_batch(seconds, waits, live)
@@ -319,58 +335,46 @@ class Meters:
         meters.inference.observe(seconds)
         meters.queue.observe_all(waits)
 
+    def cache_request(self, model: str, version: str, outcome: str) -> None:
+        """Record a request that the response cache answered, or that ran: hit or miss."""
+        self.instrument("torchrelay_cache_requests", model, version, outcome).inc()
+
+    def set_cache_bytes(self, model: str, version: str, size: int) -> None:
+        """Set the bytes of a version's stored responses in this process."""
+        self.instrument("torchrelay_cache_bytes", model, version).set(size)
+
     def workflow(self, model: str, version: str, change: int) -> None:
         """Change the number of requests that a workflow is processing."""
-        self._child("torchrelay_workflow_ongoing", model, version).inc(change)
+        self.instrument("torchrelay_workflow_ongoing", model, version).inc(change)
 
     def step(self, model: str, version: str, step: str, status: str, seconds: float) -> None:
         """Record a completed step of a workflow."""
-        self._child("torchrelay_workflow_steps", model, version, step, status).inc()
-        self._child("torchrelay_workflow_step_seconds", model, version, step).observe(seconds)
-
-    def sequences(self, model: str, version: str, count: int) -> None:
-        """Set the number of open sequences."""
-        self._child("torchrelay_sequences", model, version).set(count)
-
-    def sequence_ended(self, model: str, version: str, why: str) -> None:
-        self._child("torchrelay_sequences_ended", model, version, why).inc()
+        self.instrument("torchrelay_workflow_steps", model, version, step, status).inc()
+        self.instrument("torchrelay_workflow_step_seconds", model, version, step).observe(seconds)
 
     def set_async_predictions(self, model: str, queued: int, running: int) -> None:
         """Set the numbers of a model's queued and running async predictions."""
-        self._child("torchrelay_async_predictions", model, "queued").set(queued)
-        self._child("torchrelay_async_predictions", model, "running").set(running)
-
-    def count_async_prediction(self, model: str, state: str) -> None:
-        self._child("torchrelay_async_predictions_ended", model, state).inc()
+        self.instrument("torchrelay_async_predictions", model, "queued").set(queued)
+        self.instrument("torchrelay_async_predictions", model, "running").set(running)
 
     def key(self, key: str, requests: int, rows: int, tokens: int, refused: Mapping[str, int]) -> None:
         """Record the use of a key."""
-        self._child("torchrelay_key_requests", key).inc(requests)
-        self._child("torchrelay_key_rows", key).inc(rows)
+        self.instrument("torchrelay_key_requests", key).inc(requests)
+        self.instrument("torchrelay_key_rows", key).inc(rows)
         if tokens:
-            self._child("torchrelay_key_tokens", key).inc(tokens)
+            self.instrument("torchrelay_key_tokens", key).inc(tokens)
         for limit, count in refused.items():
-            self._child("torchrelay_key_refused", key, limit).inc(count)
-
-    def webhook(self, outcome: str) -> None:
-        self._child("torchrelay_webhooks", outcome).inc()
+            self.instrument("torchrelay_key_refused", key, limit).inc(count)
 
     def shadow(self, model: str, version: str, outcome: str) -> None:
         """Record the outcome of a copy for the shadow ``version``."""
-        self._child("torchrelay_shadow_requests", model, version, outcome).inc()
-
-    def shadow_latency(self, model: str, version: str, seconds: float) -> None:
-        self._child("torchrelay_shadow_latency_seconds", model, version).observe(seconds)
-
-    def shadow_flip(self, model: str, version: str) -> None:
-        """Record that the first label of the shadow ``version`` differs from the live one."""
-        self._child("torchrelay_shadow_label_flips", model, version).inc()
+        self.instrument("torchrelay_shadow_requests", model, version, outcome).inc()
 
     def captured(self, model: str, version: str, count: int, dropped: Mapping[str, int]) -> None:
         """Record captured requests, and those that were lost, by reason."""
-        self._child("torchrelay_captured_requests", model, version).inc(count)
+        self.instrument("torchrelay_captured_requests", model, version).inc(count)
         for reason, lost in dropped.items():
-            self._child("torchrelay_capture_dropped", model, version, reason).inc(lost)
+            self.instrument("torchrelay_capture_dropped", model, version, reason).inc(lost)
 
     def set_drift(
         self,
@@ -381,12 +385,12 @@ class Meters:
     ) -> None:
         """Set the gauges of a version's features, each with its name, index and statistic."""
         self.forget_drift(model, version)
-        self._child("torchrelay_drift_omitted_features", model, version).set(omitted)
+        self.instrument("torchrelay_drift_omitted_features", model, version).set(omitted)
         for name, psi, ks in features:
             if psi is not None:
-                self._child("torchrelay_drift_psi", model, version, name).set(psi)
+                self.instrument("torchrelay_drift_psi", model, version, name).set(psi)
             if ks is not None:
-                self._child("torchrelay_drift_ks", model, version, name).set(ks)
+                self.instrument("torchrelay_drift_ks", model, version, name).set(ks)
 
     def forget_drift(self, model: str, version: str) -> None:
         """Remove the gauges of a version's features."""
@@ -403,29 +407,26 @@ class Meters:
         self._thread_time.record(seconds * 1e3)
 
     def depth(self, model: str, version: str, rows: int) -> None:
-        self._child("torchrelay_queue_depth", model, version).set(rows)
+        self.instrument("torchrelay_queue_depth", model, version).set(rows)
 
     def replicas(self, model: str, version: str, running: int, desired: int) -> None:
-        self._child("torchrelay_replicas", model, version).set(running)
-        self._child("torchrelay_replicas_desired", model, version).set(desired)
+        self.instrument("torchrelay_replicas", model, version).set(running)
+        self.instrument("torchrelay_replicas_desired", model, version).set(desired)
 
-    def replica_failure(self, model: str, version: str, reason: str) -> None:
-        self._child("torchrelay_replica_failures", model, version, reason).inc()
+    def replica_recycled(self, model: str, version: str, reason: str) -> None:
+        """Record a replica that was replaced because it had reached a limit."""
+        self.instrument("torchrelay_replicas_recycled", model, version, reason).inc()
 
     def rollout_ended(self, model: str, state: str, count: int = 1) -> None:
         """Record the end of a rollout; ``count=0`` exports a zero, from which Prometheus sees an increase."""
-        self._child("torchrelay_rollouts_ended", model, state).inc(count)
-
-    def instrument(self, name: str, *labels: str) -> Any:
-        """Return the instrument of a metric with these label values, for callers with few of them."""
-        return self._child(name, *labels)
+        self.instrument("torchrelay_rollouts_ended", model, state).inc(count)
 
     def replace_gauge(self, name: str, values: Mapping[tuple[str, ...], float]) -> None:
         """Set a gauge for the label values in ``values``, and remove it for all others."""
         for key in [key for key in self._instruments if key[0] == name and key[1:] not in values]:
             del self._instruments[key]
         for labels, value in values.items():
-            self._child(name, *labels).set(value)
+            self.instrument(name, *labels).set(value)
 
     def forget(self, model: str, version: str) -> None:
         """Remove the gauges of a removed version."""
@@ -448,9 +449,9 @@ class Meters:
         """Return the values for another process to sum up: all, or those changed since the last report."""
         process, dropped = tracing.take_dropped()
         if dropped:
-            self._child("torchrelay_spans_dropped", process).inc(dropped)
+            self.instrument("torchrelay_spans_dropped", process).inc(dropped)
         values = {key: instrument.read() for key, instrument in self._instruments.items()}
-        return self._reported.report(values, self.torchserve.samples(), self._batch_stats, full)
+        return self._reported.report(values, self._recent, self.torchserve.samples(), self._batch_stats, full)
 
 
 InstrumentKey = tuple[str, ...]  # the name of one of Torchrelay's own metrics, and its label values
@@ -464,12 +465,14 @@ class MetricsReport(NamedTuple):
     Most of them have not changed since the report before.
 
     ``values`` are of Torchrelay's own metrics, ``samples`` of those under TorchServe's names, and ``batches``
-    are the batches by size. Only gauges are ever ``removed``.
+    are the batches by size. Only gauges are ever ``removed``. ``recent`` are the values that histograms have
+    received since the report ``base``, of each at most the last MAX_RECENT, the oldest first.
     """
 
     number: int  # counts the reports of the process from 1
     base: int
     values: Mapping[InstrumentKey, Number]
+    recent: Mapping[InstrumentKey, array[float]]
     removed: tuple[InstrumentKey, ...]
     samples: tuple[RecorderSample, ...]
     batches: Mapping[VersionKey, BatchStats]
@@ -487,6 +490,7 @@ class ReportedValues:
     def report(
         self,
         values: Mapping[InstrumentKey, Number],
+        recent: Mapping[InstrumentKey, deque[float]],
         samples: Iterable[RecorderSample],
         batches: Mapping[VersionKey, BatchStats],
         full: bool,
@@ -495,16 +499,26 @@ class ReportedValues:
         base = 0 if full else self.number
         if full:
             self._clear()
+        changed = {key: number for key, number in values.items() if self.values.get(key) != number}
         report = MetricsReport(
             number=self.number + 1,
             base=base,
-            values={key: number for key, number in values.items() if self.values.get(key) != number},
+            values=changed,
+            recent={
+                key: array("d", list(recent[key])[-self.count_new(key, number) :])
+                for key, number in changed.items()
+                if key in recent
+            },
             removed=tuple(self.values.keys() - values.keys()),
             samples=tuple(sample for sample in samples if self.samples.get(_key(sample)) != sample),
             batches={key: stats.copy() for key, stats in batches.items() if self.batches.get(key) != stats},
         )
         self.apply(report)
         return report
+
+    def count_new(self, key: InstrumentKey, number: Number) -> int:
+        """Return how many values a histogram has received since the last report."""
+        return int(count_and_sum(number)[0] - count_and_sum(self.values.get(key))[0])
 
     def apply(self, report: MetricsReport) -> bool:
         """Take over a report; return False where it continues another one than the last."""

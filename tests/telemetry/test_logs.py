@@ -176,6 +176,50 @@ def test_handler_that_configures_logging(process_logs):
     assert "the server still speaks" in process_logs.console.getvalue()
 
 
+def test_a_fault_of_each_request_writes_a_bounded_number_of_records(process_logs):
+    process_logs()
+    logger = logging.getLogger("serve_app.busy")
+    for number in range(1000):
+        logger.error("request %d failed", number)
+    logger.error("another fault")
+    process_logs.close()
+    lines = process_logs.server.splitlines()
+    assert len(lines) == 201 and lines[-1].endswith("another fault")
+    assert re.search(
+        r"request 199 failed \(200 like it within 60 s; others are left out for (60|59) s\)$", lines[-2]
+    )
+    assert len(process_logs.console.getvalue().splitlines()) == 201
+
+
+def test_left_out_records_are_counted_in_the_next_period():
+    now = [0.0]
+    limiter = logs.RepeatLimiter(limit=2, period=10.0, clock=lambda: now[0])
+
+    def passed(level=logging.WARNING, line=1):
+        record = logging.LogRecord("serve_app.x", level, "x.py", line, "%s is full", ("disk",), None)
+        first = limiter.filter(record)
+        assert limiter.filter(record) == first, "a second handler decides alike"
+        return record.getMessage() if first else None
+
+    assert [passed() for _ in range(4)] == [
+        "disk is full",
+        "disk is full (2 like it within 10 s; others are left out for 10 s)",
+        None,
+        None,
+    ]
+    assert passed(line=2) == passed(logging.DEBUG) == "disk is full"
+    now[0] = 11.0
+    assert passed() == "disk is full (2 like it were left out before)"
+    now[0] = 30.0
+    assert passed() == "disk is full"
+
+
+def test_a_record_that_cannot_be_formatted_does_not_fail_at_the_limit():
+    limiter = logs.RepeatLimiter(limit=1)
+    record = logging.LogRecord("serve_app.x", logging.ERROR, "x.py", 1, "%d is full", ("disk",), None)
+    assert limiter.filter(record), "its handlers report the fault, as without a limit"
+
+
 def test_long_lines_are_cut(process_logs):
     process_logs()
     print("x" * 1_000_000)
