@@ -1,0 +1,1 @@
+"""A gRPC server on asyncio: HTTP/2 connections, streams and calls; ``server.py`` is the entry point."""

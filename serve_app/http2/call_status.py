@@ -48,8 +48,8 @@ def reject_request(stream: Http2Stream, status: int) -> None:
 
 def _percent_encode(details: str) -> str:
     """Return ``details`` percent-encoded, cut to the size limit between characters."""
-    encoded = quote(details, safe=_UNESCAPED)
+    encoded = quote(details, safe=_UNESCAPED, errors="backslashreplace")  # for half a surrogate pair
     while len(encoded) > _MAX_DETAILS:
         details = details[: len(details) * _MAX_DETAILS // len(encoded)]
-        encoded = quote(details, safe=_UNESCAPED)
+        encoded = quote(details, safe=_UNESCAPED, errors="backslashreplace")
     return encoded

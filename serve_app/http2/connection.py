@@ -393,7 +393,9 @@ class Http2Connection(FrameReceiver):
 
     def shut_down(self) -> None:
         """Accept no further calls, and close after the calls in progress have ended (§6.8)."""
-        if not self._shutdown and not self._transport.is_closing():
+        if self._handshake == _AWAITS_PREFACE:  # the first frame of a server is SETTINGS
+            self.close()
+        elif not self._shutdown and not self._transport.is_closing():
             self._shutdown = _SHUTDOWN_ANNOUNCED
             self._writer.write(encode_goaway(MAX_WINDOW, NO_ERROR))
             # The peer opens no more streams once its acknowledgement is back.

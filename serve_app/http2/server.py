@@ -53,6 +53,7 @@ class Http2Server:
         self._connections: dict[Http2Connection, list[asyncio.TimerHandle]] = {}
         self._calls: set[RpcContext] = set()
         self._no_connections = asyncio.Event()
+        self._is_stopping = False
 
     @property
     def calls(self) -> int:
@@ -80,6 +81,7 @@ class Http2Server:
 
     async def stop(self, grace: float) -> None:
         """Accept no further calls; cancel those that have not ended after ``grace`` seconds."""
+        self._is_stopping = True
         for listener in self._listeners:
             listener.close()
         for connection in list(self._connections):
@@ -108,6 +110,8 @@ class Http2Server:
 
     def on_connected(self, connection: Http2Connection) -> None:
         timers = self._connections[connection] = []
+        if self._is_stopping:  # it was in the queue of the listener; the client connects to another server
+            return connection.close()
         limits = self.limits
         if limits.max_connection_age:
             # ±10 % so that connections opened together do not close together

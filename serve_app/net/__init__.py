@@ -1,0 +1,1 @@
+"""Sockets, TLS, private files, and outgoing requests."""

@@ -80,13 +80,23 @@ def _bind_socket(host: str, port: int, shared: bool = False) -> socket.socket:
     return sock
 
 
-def describe_port_owner(port: int) -> str:
-    """Return `` by pid 12 (name)`` for the process that listens on ``port``; empty where it is not
-    visible.
-    """
+def find_port_owner(port: int) -> psutil.Process | None:
+    """Return the process that listens on ``port``; None where it is not visible."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             address, pid = connection.laddr, connection.pid
             if connection.status == psutil.CONN_LISTEN and address and address.port == port and pid:
-                return f" by pid {pid} ({psutil.Process(pid).name()})"
+                return psutil.Process(pid)
+    return None
+
+
+def describe_process(process: psutil.Process | None) -> str:
+    """Return `` by pid 12 (name)``; empty for None and for a process that has ended."""
+    with contextlib.suppress(psutil.Error):
+        return f" by pid {process.pid} ({process.name()})" if process is not None else ""
     return ""
+
+
+def describe_port_owner(port: int) -> str:
+    """Return `` by pid 12 (name)`` for the process that listens on ``port``, empty if it is not visible."""
+    return describe_process(find_port_owner(port))

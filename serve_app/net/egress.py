@@ -96,10 +96,15 @@ def _requests(request: httpx.Request, addresses: Sequence[str]) -> Iterator[http
 
 
 class PublicTransport(httpx.BaseTransport):
-    """A transport to public addresses, directly or through the environment's proxy."""
+    """A transport to public addresses, directly or through the environment's proxy.
 
-    def __init__(self, resolver: Resolver = resolve) -> None:
-        self._policy = _Policy(resolver=resolver)
+    ``is_exempt`` selects URLs whose host may be private.
+    """
+
+    def __init__(
+        self, resolver: Resolver = resolve, is_exempt: Callable[[httpx.URL], bool] | None = None
+    ) -> None:
+        self._policy = _Policy(is_exempt, resolver)
         self._direct = httpx.HTTPTransport(limits=_LIMITS)
         self._proxies: dict[str, httpx.HTTPTransport] = {}
 

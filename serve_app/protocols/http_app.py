@@ -16,6 +16,7 @@ from serve_app.domain.urls import redact_query
 from serve_app.errors import MethodNotAllowed, RelayError
 from serve_app.net.request_origin import CrossSitePolicy, TrustedProxies, inference_proxies
 from serve_app.protocols import openapi
+from serve_app.protocols.anthropic.routes import AnthropicRoutes
 from serve_app.protocols.http import json_errors
 from serve_app.protocols.http.async_predictions import AsyncRoutes, RequestReplayer
 from serve_app.protocols.http.console_proxy import ConsoleBackend, ConsoleRoutes, ConsoleWebSocket
@@ -38,8 +39,10 @@ from serve_app.protocols.management.audit import RefusalRecorder
 from serve_app.protocols.management.metrics import MetricsRoutes, Render
 from serve_app.protocols.management.routes import REWARDS, ManagementRoutes
 from serve_app.protocols.openai.inference import EmbeddingRoute, OpenAIRoutes
+from serve_app.protocols.openai.model_calls import ModelCalls
 from serve_app.protocols.openapi.route import OpenAPIRoutes
 from serve_app.protocols.openinference.rest import OpenInferenceRoutes
+from serve_app.protocols.tei.routes import TeiRoutes
 from serve_app.protocols.torchserve.inference import InferenceRoutes
 from serve_app.protocols.torchserve.websocket import WebSocketRoutes
 from serve_app.settings import Settings, is_loopback
@@ -84,6 +87,8 @@ class ASGIApp:
             app = _decline if websocket_app is None else websocket_app
             return await app(scope, receive, send)
         started_at = time.perf_counter()
+        if (target := self._rules.find_alias(scope["method"], scope["path"])) is not None:
+            scope = {**scope, "path": target}
         exchange = HttpExchange(scope, receive, send, self._default_headers, self._rules.proxies)
         self._begin_trace(exchange)
         if exchange.span is not None:
@@ -127,13 +132,16 @@ class ASGIApp:
                     self._rules.on_error(exchange, error)
             if exchange.status:
                 _log.error(
-                    "%s failed after its response had started",
+                    "%s %r (request %s) failed after its response had started%s",
+                    exchange.method,
+                    exchange.path,
                     exchange.request_id,
+                    f": {error}" if is_expected else "",
                     exc_info=None if is_expected else error,
                 )
                 raise
             if not is_expected:
-                _log.error("%s failed: a fault of this server", exchange.request_id, exc_info=error)
+                exchange.log_fault(error)
             if isinstance(error, MethodNotAllowed):
                 self._add_allow_header(exchange, exchange.method)
             await self._router.send_error(exchange, error)
@@ -213,6 +221,7 @@ def inference_app(
             shared.cors_allowed_origin,
         ),
         inference_proxies(settings.telemetry.trusted_proxies, os.environ),
+        aliases=shared.aliases,
     )
     first = InferenceRoutes(plane, settings, control)
     open_inference = OpenInferenceRoutes(plane, settings, control)
@@ -225,8 +234,9 @@ def inference_app(
         rules = replace(rules, on_error=_record_refusals_of(management, control))
     if control is not None:
         others.append(AsyncRoutes(plane, control, json_errors.send_error))
-    openai = OpenAIRoutes(plane, settings)
-    others.append(openai)
+    calls = ModelCalls(plane, settings)
+    others += OpenAIRoutes(plane, settings, calls), AnthropicRoutes(plane, settings, calls)
+    others.append(TeiRoutes(plane, settings, calls))
     document = openapi.inference(settings.inference.serve_management)
     others.append(OpenAPIRoutes(document))
     if render is not None:
@@ -243,8 +253,9 @@ def inference_app(
     if shared.callbacks and shared.late_response == "send":
         routes: dict[str, CallbackRoute] = {
             "predictions": first,
+            "invocations": first,
             "v2": open_inference,
-            "v1": EmbeddingRoute(openai, plane, settings),
+            "v1": EmbeddingRoute(plane, settings, calls),
         }
         app.callback_app = CallbackApp(
             plane, shared.max_request_size, routes, app.accept, app.finish, app.run

@@ -188,7 +188,12 @@ class GrpcCall:
     def record_error(self, error: Exception) -> None:
         """Set the trailing metadata of ``error``, which ends this call or the current request of a stream."""
         if not isinstance(error, RelayError):
-            _log.error("%s failed: a fault of this server", self.request_id, exc_info=error)
+            _log.error(
+                "The gRPC call %s of %s failed: a fault of this server",
+                self.request_id,
+                self.model or "no model",
+                exc_info=error,
+            )
         else:
             self.version = error.selected_version or self.version
         headers = build_error_headers(error)
@@ -270,30 +275,11 @@ class ServiceAdapter:
 
         Without ``rights`` no key is needed.
         """
-        path = f"/{mapping.service}/{name}"
-        self._methods[path] = mapping, rights
 
-        async def behaviour(data: bytes, context: CallContext) -> Any:
-            started_at = time.perf_counter()
-            call = GrpcCall(context)
-            code = _CANCELLED
-            call.span = tracing.begin_request("gRPC", path, call.headers, call.request_id) if rights else None
-            try:
-                if rights:
-                    self._authorize(call, *rights)
-                message = await method(_parse(message_class, data), call)
-                code = _OK
-                call.finish()
-                return message
-            except Exception as error:
-                code = find_status_code(error, mapping.table)
-                if self._on_refusal is not None and isinstance(error, AccessDenied) and "manage" in rights:
-                    self._on_refusal(call, path, error)
-                await _abort(error, code, call, mapping)
-            finally:
-                self._record_end(path, call, code, started_at)
+        async def run(data: bytes, call: GrpcCall) -> Any:
+            return await method(_parse(message_class, data), call)
 
-        return grpc.unary_unary_rpc_method_handler(behaviour, None, _serialize)
+        return grpc.unary_unary_rpc_method_handler(self._guard(mapping, name, rights, run), None, _serialize)
 
     def stream(
         self,
@@ -308,14 +294,33 @@ class ServiceAdapter:
 
         Its request is one message, or a stream of them with ``stream_requests``.
         """
-        path = f"/{mapping.service}/{name}"
-        self._methods[path] = mapping, rights
 
         async def parse_each(data: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for message in data:
                 yield _parse(message_class, message)
 
-        async def behaviour(data: Any, context: CallContext) -> None:
+        async def run(data: Any, call: GrpcCall) -> None:
+            if stream_requests:
+                call.context.send_initial_metadata()  # some clients send their requests only after it
+            await method(parse_each(data) if stream_requests else _parse(message_class, data), call)
+
+        create_handler = (
+            grpc.stream_stream_rpc_method_handler if stream_requests else grpc.unary_stream_rpc_method_handler
+        )
+        return create_handler(self._guard(mapping, name, rights, run), None, _serialize)
+
+    def _guard(
+        self,
+        mapping: StatusMapping,
+        name: str,
+        rights: tuple[Right, ...],
+        run: Callable[[Any, GrpcCall], Awaitable[Any]],
+    ) -> Callable[[Any, CallContext], Awaitable[Any]]:
+        """Return ``run`` with authorization, a status for every error, and the records of a call's end."""
+        path = f"/{mapping.service}/{name}"
+        self._methods[path] = mapping, rights
+
+        async def behaviour(data: Any, context: CallContext) -> Any:
             started_at = time.perf_counter()
             call = GrpcCall(context)
             code = _CANCELLED
@@ -323,21 +328,19 @@ class ServiceAdapter:
             try:
                 if rights:
                     self._authorize(call, *rights)
-                if stream_requests:
-                    context.send_initial_metadata()  # some clients send their requests only after it
-                await method(parse_each(data) if stream_requests else _parse(message_class, data), call)
+                response = await run(data, call)
                 code = _OK
                 call.finish()
+                return response
             except Exception as error:
                 code = find_status_code(error, mapping.table)
+                if self._on_refusal is not None and isinstance(error, AccessDenied) and "manage" in rights:
+                    self._on_refusal(call, path, error)
                 await _abort(error, code, call, mapping)
             finally:
                 self._record_end(path, call, code, started_at)
 
-        create_handler = (
-            grpc.stream_stream_rpc_method_handler if stream_requests else grpc.unary_stream_rpc_method_handler
-        )
-        return create_handler(behaviour, None, _serialize)
+        return behaviour
 
     def authorize(self, path: str, context: CallContext) -> None:
         """Check the key of a call when its headers arrive; end a call without the permission."""

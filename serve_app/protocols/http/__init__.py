@@ -1,0 +1,1 @@
+"""The parts that HTTP protocols share: requests, routes, keys, bodies, errors and streams."""

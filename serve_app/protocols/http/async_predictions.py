@@ -233,7 +233,9 @@ class RequestReplayer:
             return response.to_stored(None)
         except Exception as error:
             if not isinstance(error, RelayError):
-                _log.error("%s failed: a fault of this server", request.request_id, exc_info=error)
+                _log.error(
+                    "Async request %s failed: a fault of this server", request.request_id, exc_info=error
+                )
             response = _RecordedResponse(0)
             await self._router.send_error(_exchange(request, _receive(b""), response.send), error)
             retry_after = (

@@ -7,6 +7,7 @@ and as many awaits as ASGI needs. Each response carries the headers that TorchSe
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -24,6 +25,8 @@ from serve_app.domain.validation import documented
 from serve_app.errors import BadRequest, RelayError, RequestTooLarge, WorkflowStepError, get_reason
 from serve_app.net.request_origin import NO_PROXIES, TrustedProxies
 from serve_app.settings import InferenceSettings
+
+_log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -94,6 +97,23 @@ class ParsedHead:
             self.forwarded = tuple(
                 value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"
             )
+
+
+class DisconnectCheck:
+    """The check whether a client has disconnected.
+
+    It does not start after a ``with`` block; one that has started ends with the request's task.
+    """
+
+    __slots__ = ("_timer",)
+
+    def __init__(self, timer: asyncio.TimerHandle) -> None:
+        self._timer = timer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
 
 
 class HttpExchange:
@@ -198,8 +218,8 @@ class HttpExchange:
                 return b"".join((*chunks, chunk)) if chunks else chunk
             chunks.append(chunk)
 
-    def cancel_on_disconnect(self) -> asyncio.TimerHandle:
-        """Cancel this request's task when the client disconnects; return a handle that stops the check.
+    def cancel_on_disconnect(self) -> DisconnectCheck:
+        """Cancel this request's task when the client disconnects; the result is for a ``with`` block.
 
         A timer costs a fraction of a task, and most requests are answered within 50 ms: only requests that
         take longer start a task that waits for the disconnect. The body must have been read.
@@ -207,7 +227,7 @@ class HttpExchange:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         assert task is not None
-        return loop.call_later(_DISCONNECT_CHECK_DELAY_S, self._start_disconnect_check, task)
+        return DisconnectCheck(loop.call_later(_DISCONNECT_CHECK_DELAY_S, self._start_disconnect_check, task))
 
     def _start_disconnect_check(self, request: asyncio.Task[Any]) -> None:
         async def wait_for_disconnect() -> None:
@@ -220,9 +240,8 @@ class HttpExchange:
 
     async def hold_open(self, seconds: float) -> None:
         """Send nothing for ``seconds``; a disconnect of the client cancels the wait."""
-        disconnect_check = self.cancel_on_disconnect()
-        await asyncio.sleep(seconds)
-        disconnect_check.cancel()
+        with self.cancel_on_disconnect():
+            await asyncio.sleep(seconds)
 
     async def send_response(self, status: int, headers: Headers, body: bytes) -> None:
         """Send the response with its whole body."""
@@ -239,6 +258,11 @@ class HttpExchange:
             headers.append((b"content-length", b"%d" % len(body)))
         self._add_default_headers(headers)
         return body
+
+    def log_fault(self, error: Exception) -> None:
+        """Log an error of this server, with its traceback."""
+        message = "%s %r (request %s) failed: a fault of this server"
+        _log.error(message, self.method, self.path, self.request_id, exc_info=error)
 
     def encode_headers(self, status: int, headers: Headers, body: bytes) -> bytes:
         """Return the lines of ``headers`` and of those that ``complete_headers`` would add."""

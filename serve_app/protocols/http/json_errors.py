@@ -5,6 +5,7 @@ A table has the status and the type name of each class of errors.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import orjson
@@ -168,4 +169,7 @@ async def send_json(exchange: HttpExchange, document: Any, status: int = 200) ->
 
 def encode_json(document: Any) -> bytes:
     """Return JSON as TorchServe prints it: indented by two spaces, with a line end."""
-    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    try:
+        return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # a text that is no UTF-8
+        return json.dumps(document, indent=2).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Parsing of large bodies outside the event loop.
+"""Parsing and writing of large bodies outside the event loop.
 
 A form of 60 MB takes up to 20 s of Python, in which a thread lets the event loop run. Other parsers hold
 Python's global lock for one call each, so that the loop runs between their calls.
@@ -20,6 +20,11 @@ _threads = ThreadPoolExecutor(2, "body-parser")
 
 async def parse_body(body: bytes, parse: Callable[..., _T], *args: Any) -> _T:
     """Return ``parse(*args)``, from a thread where ``body`` is large."""
-    if len(body) <= LARGE_BODY_BYTES:
-        return parse(*args)
-    return await asyncio.get_running_loop().run_in_executor(_threads, parse, *args)
+    return await run(len(body), parse, *args)
+
+
+async def run(size: int, function: Callable[..., _T], *args: Any) -> _T:
+    """Return ``function(*args)``, from a thread where the ``size`` of what it reads is large."""
+    if size <= LARGE_BODY_BYTES:
+        return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(_threads, function, *args)

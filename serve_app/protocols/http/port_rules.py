@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from serve_app.errors import RelayError
 from serve_app.net.request_origin import NO_PROXIES, CrossSitePolicy, TrustedProxies
@@ -17,3 +17,11 @@ class PortRules:
     cross_site: CrossSitePolicy
     proxies: TrustedProxies = NO_PROXIES
     on_error: Callable[[HttpExchange, RelayError], None] | None = None
+    aliases: Mapping[str, str] = field(
+        default_factory=dict
+    )  # paths, perhaps after a method, and those that are served in their place
+
+    def find_alias(self, method: str, path: str) -> str | None:
+        """Return the path that is served in place of a request's; None where that is its own."""
+        aliases = self.aliases
+        return (aliases.get(path) or aliases.get(f"{method} {path}")) if aliases else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
+from serve_app.domain.autoscaling import ReplicaCount, ReplicaRequest
 from serve_app.domain.validation import documented
 from serve_app.errors import ArchiveNotFound, MissingParameter, NoReplica, ResourceNotFound, StartFailed
 from serve_app.protocols.http.endpoints import API, Content, Endpoint, delete, get, json, post, put
@@ -98,6 +99,12 @@ async def scale(request: ManagementRequest, model_name: str, model_version: str 
     await _send_status(request, *describe_scaling(progress, min_workers, version is not None))
 
 
+async def set_replicas(
+    request: ManagementRequest, model_name: str, model_version: str | None = None
+) -> ReplicaCount:
+    return await request.control.set_replicas(model_name, model_version, await request.read_json())
+
+
 async def unregister(request: ManagementRequest, model_name: str, model_version: str | None = None) -> Any:
     await request.control.unregister(model_name, model_version)
     return {"status": f'Model "{model_name}" unregistered'}
@@ -175,6 +182,16 @@ def _of(path: str, suffix: str, subject: str) -> tuple[Endpoint, ...]:
             _PARAMETERS,
             query=ScalingParameters,
             call=scale,
+        ),
+        put(
+            f"{path}/replicas",
+            f"set_replicas{suffix}",
+            f"Set the number of workers of {subject}, whose autoscaling policy is external.",
+            ReplicaCount,
+            (409,),
+            ReplicaRequest,
+            call=set_replicas,
+            other_methods="next",
         ),
         delete(
             path, f"unregister{suffix}", f"Unregister {subject}.", CHANGED, (403, 405, 409), call=unregister

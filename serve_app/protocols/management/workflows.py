@@ -14,12 +14,11 @@ from serve_app.domain.urls import redact_url
 from serve_app.domain.validation import documented
 from serve_app.domain.workflow_graph import WorkflowDocument, WorkflowSource
 from serve_app.errors import InvalidBody
-from serve_app.protocols.http import json_body
+from serve_app.protocols.http import form_data, json_body
 from serve_app.protocols.http.endpoints import API, Content, delete, get, post
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.http.json_errors import CHANGED, ERRORS
 from serve_app.protocols.management.request import ManagementRequest
-from serve_app.protocols.torchserve import form_data
 from serve_app.protocols.torchserve.descriptions import MAX_PAGE_SIZE
 from serve_app.protocols.torchserve.parameters import (
     PageParameters,

@@ -5,7 +5,6 @@ Source: the protocol's REST API, and its extension ``binary_tensor_data``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import orjson
 from typing_extensions import NotRequired, TypedDict
 
+from handlers import json_text
 from serve_app.domain import exact_json, tensors
 from serve_app.domain.request import InferenceResponse, InputPart
 from serve_app.domain.signature import ANY, DATATYPES, Signature, abbreviate
@@ -273,7 +273,8 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         try:
             if exact_json.is_too_deep(error):
                 raise ValueError from error
-            document = json.loads(body)
+            document = json_text.loads(body)
+            exact_json.check_texts(body, document)
         except (ValueError, RecursionError):
             raise InvalidBody(f"The body is not JSON: {error}.") from None
     if not isinstance(document, dict):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import orjson
 from typing_extensions import TypedDict
 
 from serve_app import errors
+from serve_app.domain import exact_json
 from serve_app.domain.validation import documented
 from serve_app.errors import RateLimited
 from serve_app.protocols.http.error_text import HandlerErrors, get_handler_detail, get_message
@@ -99,4 +99,4 @@ def render_error(
     """
     headers = [JSON, *build_error_headers(error)]
     document = to_document(error, exchange.request_id, shown)
-    return find_status(error, generates), headers, orjson.dumps(document)
+    return find_status(error, generates), headers, exact_json.dumps(document)

@@ -154,7 +154,7 @@ def _build_output(
 
 
 def _encode_event(document: Mapping[str, Any]) -> bytes:
-    return b"data: %s\n\n" % orjson.dumps(document)
+    return b"data: %s\n\n" % exact_json.dumps(document)
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:

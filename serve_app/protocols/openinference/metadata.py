@@ -190,8 +190,8 @@ def describe_statistics(stats: Iterable[VersionStats]) -> Statistics:
 
     Times are in nanoseconds. ``inference_count`` and ``batch_size`` count rows, along the first axis of
     tensors; ``inference_stats`` counts requests. ``compute_infer`` counts batches; the times before and after
-    the model are not measured and stay 0. ``last_inference``: milliseconds since the epoch, or 0 without an
-    inference.
+    the model, and those of the response cache, are not measured and stay 0. ``last_inference``: milliseconds
+    since the epoch, or 0 without an inference.
     """
     return {"model_stats": [_describe_version_stats(version) for version in stats]}
 
@@ -213,8 +213,8 @@ def _describe_version_stats(stats: VersionStats) -> VersionStatistics:
             "compute_input": duration(0, 0.0),
             "compute_infer": duration(stats.batches, stats.inference_seconds),
             "compute_output": duration(0, 0.0),
-            "cache_hit": duration(0, 0.0),
-            "cache_miss": duration(0, 0.0),
+            "cache_hit": duration(stats.cache_hits, 0.0),
+            "cache_miss": duration(stats.cache_misses, 0.0),
         },
         "batch_stats": [
             {

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain import exact_json
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import InvalidBody, MethodNotAllowed, ResourceNotFound
 from serve_app.protocols.http import auth, large_body
@@ -114,13 +113,10 @@ class OpenInferenceRoutes:
             request = self.parse(exchange, body)
         else:
             request = await large_body.parse_body(body, self.parse, exchange, body)
-        disconnect_check = exchange.cancel_on_disconnect()
-        try:
+        with exchange.cancel_on_disconnect():
             response = await self._run_inference(exchange, request)
             if isinstance(response, ResponseStream):
                 response = await self._read_stream(response)
-        finally:
-            disconnect_check.cancel()
         await self._send_inference(exchange, response)
 
     def _authorize(self, exchange: HttpExchange) -> None:
@@ -181,13 +177,10 @@ class OpenInferenceRoutes:
 
     async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
         """Send a stream as one response, and a compressed response."""
-        disconnect_check = exchange.cancel_on_disconnect()
-        try:
+        with exchange.cancel_on_disconnect():
             if isinstance(response, ResponseStream):
                 exchange.version = response.head.version
                 response = await self._read_stream(response)
-        finally:
-            disconnect_check.cancel()
         await self._send_inference(exchange, response)
 
     async def _send_inference(self, exchange: HttpExchange, response: InferenceResponse) -> None:
@@ -233,16 +226,13 @@ class OpenInferenceRoutes:
         request = generate.build_request(
             generate_request, exchange.request_id, headers, parse_deadline(headers), parse_priority(headers)
         )
-        disconnect_check = exchange.cancel_on_disconnect()
-        try:
+        with exchange.cancel_on_disconnect():
             response = await self._run_inference(exchange, request)
             if isinstance(response, ResponseStream):
                 return await self._stream(exchange, generate_request, response)
-        finally:
-            disconnect_check.cancel()
         response_headers = [JSON, *build_response_headers(response, with_content_type=False)]
         output = generate.to_document(generate_request, response)
-        await exchange.send_response(200, response_headers, orjson.dumps(output))
+        await exchange.send_response(200, response_headers, exact_json.dumps(output))
 
     async def _stream(
         self, exchange: HttpExchange, generate_request: generate.GenerateRequest, stream: ResponseStream
@@ -340,4 +330,4 @@ def _require_method(exchange: HttpExchange, method: str) -> None:
 
 
 async def _send_json(exchange: HttpExchange, document: object, status: int = 200) -> None:
-    await exchange.send_response(status, [JSON], orjson.dumps(document))
+    await exchange.send_response(status, [JSON], exact_json.dumps(document))

@@ -9,7 +9,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.domain import autoscaling
-from serve_app.domain.model import ReplicaInfo, ScalingProgress, VersionDescription
+from serve_app.domain.model import ModelStatus, ReplicaInfo, ScalingProgress, VersionDescription
 from serve_app.domain.urls import redact_url
 from serve_app.domain.validation import documented
 from serve_app.errors import NoReplica
@@ -80,13 +80,15 @@ class ModelDescription(TypedDict):
     inputType: NotRequired[Annotated[str, documented("The media type of an input, such as image/*.")]]
     schemas: NotRequired[
         Annotated[
-            dict[str, Any], documented("mediaType and JSON schema of input and output, of a model class.")
+            dict[str, Any],
+            documented("mediaType and JSON schema of input and output, and an author's documents."),
         ]
     ]
     handler: NotRequired[Annotated[str, documented("The built-in handler, or the archive's own file.")]]
     task: NotRequired[Annotated[str, documented("The task of a Hugging Face folder.")]]
     adapters: NotRequired[Annotated[list[str], documented("The LoRA adapters of a language model.")]]
     customizedMetadata: NotRequired[Annotated[dict[str, Any], documented("With customized=true.")]]
+    sha256: NotRequired[Annotated[str, documented("The SHA-256 of the stored archive.")]]
     memory: NotRequired[
         Annotated[int, documented("The bytes of memory that the next worker claims.", minimum=0)]
     ]
@@ -222,19 +224,25 @@ def describe_version(description: VersionDescription) -> ModelDescription:
         document["customizedMetadata"] = (
             description.metadata if isinstance(description.metadata, dict) else {}
         )
+    if spec.digest:
+        document["sha256"] = spec.digest
     if spec.claimed_memory:
         document["memory"] = spec.claimed_memory
     if spec.is_pooled:
         document["pool"] = spec.pool
     if spec.isolated:
         document["isolated"] = spec.isolated
+    _add_problems(document, status)
+    return document
+
+
+def _add_problems(document: ModelDescription, status: ModelStatus) -> None:
     if status.waiting_for:
         document["waitingFor"] = status.waiting_for
     if status.last_error:
         document["lastError"] = status.last_error
         if status.error_time:
             document["lastErrorTime"] = _utc(status.error_time)
-    return document
 
 
 def _describe_worker(worker: ReplicaInfo) -> WorkerDescription:

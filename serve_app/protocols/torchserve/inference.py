@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, Literal
+from functools import cache
+from importlib import metadata
+from typing import Annotated, Any, Literal
 
-import orjson
 from typing_extensions import NotRequired, TypedDict
 
 from serve_app.control.api import ControlPlane
 from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain import exact_json
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, Kind, ResponseStream
 from serve_app.domain.validation import documented
 from serve_app.errors import (
@@ -20,7 +23,7 @@ from serve_app.errors import (
     ResourceNotFound,
     WorkflowStepError,
 )
-from serve_app.protocols.http import auth, json_errors
+from serve_app.protocols.http import auth, form_data, json_errors
 from serve_app.protocols.http.async_predictions import AsyncInterceptor
 from serve_app.protocols.http.exchange import (
     Headers,
@@ -35,13 +38,14 @@ from serve_app.protocols.http.exchange import (
 )
 from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
 from serve_app.protocols.http.sse import EVENT_STREAM, SSEStream
-from serve_app.protocols.torchserve import form_data, openapi
+from serve_app.protocols.torchserve import openapi, swagger
 from serve_app.settings import Settings
 
 Route = Callable[[HttpExchange], Awaitable[None]]
 
 # Seconds for which a late request stays unanswered where TorchServe would never answer it.
 LATE_RESPONSE_HOLD_S = 120.0
+_INVOCATIONS = "invocations"
 _ROUTES_WITHOUT_KEY = ("ping", "health", "api-description")  # and every OPTIONS request
 
 
@@ -53,6 +57,18 @@ class PredictionHeaders(InferenceHeaders):
 
 class InvocationParameters(TypedDict):
     model_name: Annotated[str, documented("The model.")]
+
+
+class SwaggerParameters(TypedDict):
+    model_name: Annotated[str, documented("The model, unless only one was loaded at startup.")]
+    version: Annotated[str, documented("2, 3 or 3.1: the version of the specification; 2 by default.")]
+
+
+class SwaggerDocument(TypedDict):
+    """A document of Swagger 2 or OpenAPI 3."""
+
+    info: dict[str, str]
+    paths: dict[str, Any]
 
 
 class Health(TypedDict):
@@ -87,12 +103,15 @@ class InferenceRoutes:
         self._routes: dict[str, Route] = {
             "predictions": self._predict,
             "explanations": self._explain,
-            "invocations": self._invocations,
+            _INVOCATIONS: self._invocations,
             "wfpredict": self._wfpredict,
             "ping": self._ping,
             "health": self._health,
             "api-description": self._describe_api,
+            "version": self._version,
+            "swagger.json": self._swagger,
         }
+        self._score_path = "/score" if "/score" in settings.inference.aliases else None
 
     async def send_error(self, exchange: HttpExchange, error: Exception) -> None:
         if self._drops_late_responses and isinstance(error, ClientTimeout):
@@ -131,6 +150,8 @@ class InferenceRoutes:
                 return None
             case ["v1" | "v2", "models", _]:  # of a model that is named predict
                 return None
+            case ["tei", _, "predict"] if "tei" not in self._plane.table.models:
+                return None  # text-embeddings-inference's
             case [_, "predict"] | [_, _, "predict"]:
                 return self._model_in_path
         return None
@@ -234,29 +255,38 @@ class InferenceRoutes:
             else:
                 inputs = query + await form_data.read_body(content_type, body, self._max_form_fields)
         request = _build_request(exchange, model, version, inputs, kind)
-        disconnect_check = exchange.cancel_on_disconnect()
-        try:
+        with exchange.cancel_on_disconnect():
             await self._send(exchange, await self._plane.infer(request, exchange.grant))
-        finally:
-            disconnect_check.cancel()
 
     # Predictions in steps that do not wait; see ``server/callback_app.py``.
 
     def authorize(self, exchange: HttpExchange) -> bool:
         segments = exchange.segments
-        if len(segments) < 2:
+        if segments == [_INVOCATIONS]:
+            model = self._find_only_model(exchange)
+        else:
+            model = segments[1] if len(segments) > 1 and segments[0] != _INVOCATIONS else None
+        if not model:
             return False
         auth.authorize(self._plane.access, exchange, "infer")
-        exchange.model, exchange.version = segments[1], segments[2] if len(segments) > 2 else ""
-        auth.require_model(exchange, segments[1])
+        exchange.model, exchange.version = model, segments[2] if len(segments) > 2 else ""
+        auth.require_model(exchange, model)
         return True
+
+    def _find_only_model(self, exchange: HttpExchange) -> str | None:
+        """Return the model of ``/invocations`` where neither a query nor a form may name another one."""
+        content_type = exchange.headers.get("content-type", "").strip().lower()
+        if exchange.scope["query_string"] or content_type.startswith(form_data.FORM_TYPES):
+            return None
+        return self._plane.startup_model
 
     def parse(self, exchange: HttpExchange, body: bytes) -> InferenceRequest:
         segments, headers = exchange.segments, exchange.headers
-        headers["url_path"] = "/".join(segments[3:])
+        if segments[0] != _INVOCATIONS:
+            headers["url_path"] = "/".join(segments[3:])
         inputs = form_data.parse_body(headers.get("content-type"), body, self._max_form_fields)
         version = segments[2] if len(segments) > 2 else None
-        return _build_request(exchange, segments[1], version, inputs, "predict")
+        return _build_request(exchange, exchange.model, version, inputs, "predict")
 
     def render(self, exchange: HttpExchange, response: InferenceResponse) -> tuple[int, Headers, bytes]:
         """Return status, headers and body of a model's response."""
@@ -270,11 +300,8 @@ class InferenceRoutes:
 
     async def send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
         """Send a response until its client disconnects."""
-        disconnect_check = exchange.cancel_on_disconnect()
-        try:
+        with exchange.cancel_on_disconnect():
             await self._send(exchange, response)
-        finally:
-            disconnect_check.cancel()
 
     async def _send(self, exchange: HttpExchange, response: InferenceResponse | ResponseStream) -> None:
         if isinstance(response, ResponseStream):
@@ -305,9 +332,11 @@ class InferenceRoutes:
         )
 
         def encode_error(error: RelayError) -> bytes:
-            return orjson.dumps(json_errors.to_document(error, id, self._handler_errors))
+            return exact_json.dumps(json_errors.to_document(error, id, self._handler_errors))
 
-        events = SSEStream(stream, orjson.dumps({"request_id": id, "version": head.version}), encode_error)
+        events = SSEStream(
+            stream, exact_json.dumps({"request_id": id, "version": head.version}), encode_error
+        )
         await exchange.send_stream(clamp_status(head.status), headers, ResponseStream(head, events))
 
     async def _ping(self, exchange: HttpExchange) -> None:
@@ -326,6 +355,32 @@ class InferenceRoutes:
             await json_errors.send_json(exchange, self._readiness(), 200 if self._plane.ready else 503)
         else:
             raise ResourceNotFound()
+
+    async def _version(self, exchange: HttpExchange) -> None:
+        """Send the version of MLflow, as its scoring server does, where it is installed."""
+        version = _find_mlflow_version()
+        if len(exchange.segments) > 1 or version is None or exchange.method not in ("GET", "HEAD"):
+            raise ResourceNotFound()
+        await exchange.send_response(200, [(b"content-type", b"text/plain")], version.encode())
+
+    async def _swagger(self, exchange: HttpExchange) -> None:
+        """Send the document of one model, as Azure ML's inference server does."""
+        if len(exchange.segments) > 1:
+            raise ResourceNotFound()
+        if exchange.method not in ("GET", "HEAD"):
+            raise MethodNotAllowed()
+        query = _query_inputs(exchange)
+        model = _model_name(query) or self._plane.startup_model
+        if not model:
+            raise MissingParameter("model_name")
+        auth.require_model(exchange, model)
+        route = self._plane.find_version(model)
+        version = next(
+            (part.value.decode("utf-8", "replace") for part in query if part.name == "version"), "2"
+        )
+        path = self._score_path or f"/predictions/{model}"
+        document = swagger.build_document(model, route.version, path, route.schemas, version)
+        await json_errors.send_json(exchange, document)
 
     def _readiness(self) -> StartupState:
         """Return which versions are loading and which have failed, as model/version."""
@@ -357,6 +412,14 @@ def _build_request(
     headers["explain"] = "True" if kind == "explain" else "False"
     deadline, priority = parse_deadline(headers), parse_priority(headers)
     return InferenceRequest(model, version, inputs, headers, kind, exchange.request_id, deadline, priority)
+
+
+@cache
+def _find_mlflow_version() -> str | None:
+    for name in ("mlflow", "mlflow-skinny"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 def _count_required_models(settings: Settings) -> int:

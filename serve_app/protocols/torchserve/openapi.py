@@ -77,12 +77,12 @@ def describe_model(model: str, schemas: Mapping[str, Any] | None = None) -> Json
     """Return the document of a model's routes on the inference port.
 
     Its first path, ``/prediction/{model}``, is TorchServe's spelling, which no server answers; the paths of
-    ``/predictions`` and ``/explanations`` are ours. ``schemas`` are those of a model class; with them the
-    document is one of OpenAPI 3.1, whose schemas are JSON Schema.
+    ``/predictions`` and ``/explanations`` are ours. ``schemas`` are those of the handler; with an input
+    and an output the document is one of OpenAPI 3.1, whose schemas are JSON Schema.
     """
     document = _document({"title": f"RESTful API for: {model}"}, "model")
     document["paths"] = _fill(document["paths"], model)
-    if schemas is not None:
+    if schemas is not None and {"input", "output"} <= schemas.keys():  # a script may have documents alone
         document["openapi"] = "3.1.0"
         for path in (f"/predictions/{model}", f"/predictions/{model}/{{model_version}}"):
             operation = document["paths"][path]["post"]

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
-import orjson
 from typing_extensions import TypedDict
 
-from serve_app.domain import autoscaling
+from serve_app.domain import autoscaling, exact_json
 from serve_app.domain.model import Registration
 from serve_app.domain.validation import documented
-from serve_app.protocols.http import json_body, large_body
+from serve_app.protocols.http import form_data, json_body, large_body
 from serve_app.protocols.http.exchange import HttpExchange
 from serve_app.protocols.http.json_errors import JsonSyntaxError
-from serve_app.protocols.torchserve import form_data
 
 _MAX_ID_LENGTH = 100  # characters of a registration's id
 _INT32_MAX = 2**31 - 1
@@ -58,10 +56,13 @@ class ScalingParameters(TypedDict, total=False):
     max_worker: Annotated[int, _integer("The maximum; default min_worker.")]
     synchronous: Annotated[Flag, documented("true: respond after the workers have started.")]
     autoscaling_policy: Annotated[
-        Literal["requests", "latency"], documented("The signal that workers follow.")
+        Literal["requests", "latency", "prometheus", "external"],
+        documented("The signal that workers follow."),
     ]
     target_ongoing_requests: Annotated[float, documented("The target number of rows per worker.", minimum=0)]
     target_p95_ms: Annotated[float, documented("Policy latency: the target p95 in milliseconds.", minimum=0)]
+    autoscaling_query: Annotated[str, documented("Policy prometheus: PromQL with one value as its result.")]
+    target_value: Annotated[float, documented("Policy prometheus: the value per worker.", minimum=0)]
     upscale_delay_s: _Seconds
     downscale_delay_s: _Seconds
     downscale_to_zero_delay_s: Annotated[_Seconds, documented("The same for the last worker.")]
@@ -89,8 +90,9 @@ _TEXT_PARAMETERS = ("model_name", "handler", "task", "runtime", "sha256")
 COUNT_PARAMETERS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
 _INTEGER_PARAMETERS = {*COUNT_PARAMETERS, "min_worker", "max_worker"}
 # Parameters of a change of workers, and their autoscaling keys; the others have the key's own name.
-AUTOSCALING_PARAMETERS = {key: key for key in autoscaling.KEYS if key != "policy"} | {
-    "autoscaling_policy": "policy"
+AUTOSCALING_PARAMETERS = {key: key for key in autoscaling.KEYS if key not in ("policy", "query")} | {
+    "autoscaling_policy": "policy",
+    "autoscaling_query": "query",
 }
 _PARAMETERS = {
     "model_version",
@@ -172,5 +174,5 @@ def _to_text(key: str, value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     if isinstance(value, (dict, list)) or (key in _INTEGER_PARAMETERS and parse_count(text, None) is None):
         expected = "an integer" if key in _INTEGER_PARAMETERS else "text"
-        raise JsonSyntaxError(f"{key} must be {expected}, and is {orjson.dumps(value).decode()}.")
+        raise JsonSyntaxError(f"{key} must be {expected}, and is {exact_json.dumps(value).decode()}.")
     return text

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
 from serve_app.dataplane.data_plane import DataPlane
+from serve_app.domain import exact_json
 from serve_app.domain.access import KeyGrant
 from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
 from serve_app.errors import (
@@ -21,7 +21,7 @@ from serve_app.errors import (
     ResourceNotFound,
     get_reason,
 )
-from serve_app.protocols.http import auth, json_errors
+from serve_app.protocols.http import auth, form_data, json_errors
 from serve_app.protocols.http.exchange import (
     HttpExchange,
     Receive,
@@ -33,7 +33,7 @@ from serve_app.protocols.http.exchange import (
     uuid4,
 )
 from serve_app.protocols.http.port_rules import PortRules
-from serve_app.protocols.torchserve import form_data
+from serve_app.protocols.http.server.websocket_protocol import ON_STOP
 from serve_app.settings import Settings
 from serve_app.telemetry import tracing
 from serve_app.telemetry.access_log import AccessLog
@@ -41,7 +41,7 @@ from serve_app.telemetry.access_log import AccessLog
 _log = logging.getLogger(__name__)
 
 _MAX_QUEUED_MESSAGES = 16  # of one connection, behind the request that is processed
-_MESSAGE_TOO_BIG, _POLICY_VIOLATION = 1009, 1008  # RFC 6455, 7.4.1
+_MESSAGE_TOO_BIG, _POLICY_VIOLATION, _SERVICE_RESTART = 1009, 1008, 1012  # RFC 6455, 7.4.1
 _CLIENT_CLOSED_REQUEST = 499
 _INVOCATIONS = "invocations-bidirectional-stream"  # of SageMaker
 
@@ -55,7 +55,8 @@ class WebSocketRoutes:
     A text message that starts as a JSON object or list is JSON, any other text message is text, and a binary
     message is bytes; the handshake's Content-Type overrides all three. The response is a message for each
     chunk, text where the chunk is UTF-8, and then ``{"end": {"status", "request_id", "version", "chunks"}}``,
-    with an ``error`` after a failure. Closing the connection cancels the request that is processed.
+    with an ``error`` after a failure. Closing the connection cancels the request that is processed. A server
+    that stops closes it with code 1012 after the requests that it has received.
     Each request is counted by ``count_response`` and logged in ``access_log``, as an HTTP request is.
     """
 
@@ -90,6 +91,8 @@ class WebSocketRoutes:
             return await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
         await send({"type": "websocket.accept", "headers": []})
         session = _WebSocketSession(self, exchange, authorization, send)
+        if (set_on_stop := scope.get("extensions", {}).get(ON_STOP)) is not None:
+            set_on_stop(session.stop)
         try:
             await session.receive_messages(receive, self._max_message_size)
         finally:
@@ -205,7 +208,8 @@ class _WebSocketSession:
         self.authorization = authorization
         self._routes = routes
         self._send = send
-        self._queue: asyncio.Queue[InputPart] = asyncio.Queue()
+        self._queue: asyncio.Queue[InputPart | None] = asyncio.Queue()  # None: the server stops
+        self._is_stopping = False
         self._queued_bytes = 0
         self._chunks_sent = 0  # of the current response
         self._head: dict[str, Any] = {}
@@ -217,6 +221,8 @@ class _WebSocketSession:
             message = await receive()
             if message["type"] == "websocket.disconnect":
                 return
+            if self._is_stopping:
+                continue
             part = self._to_part(message)
             if len(part.value) > max_size:
                 return await self._close_with(_MESSAGE_TOO_BIG, f"{RequestTooLarge(max_size)}")
@@ -228,6 +234,12 @@ class _WebSocketSession:
                 )
                 return await self._close_with(_POLICY_VIOLATION, explanation)
             self._queue.put_nowait(part)
+
+    def stop(self) -> None:
+        """Close the connection after the requests that have been received."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._queue.put_nowait(None)
 
     async def close(self) -> None:
         self._worker.cancel()
@@ -260,6 +272,10 @@ class _WebSocketSession:
     async def _process_queue(self) -> None:
         while True:
             part = await self._queue.get()
+            if part is None:
+                with contextlib.suppress(OSError):
+                    await self._close_with(_SERVICE_RESTART, "The server stops. Connect again.")
+                return
             request_id, started_at = uuid4(), time.perf_counter()
             self._chunks_sent, self._head = 0, {"version": self.exchange.version, "status": 200}
             status = _CLIENT_CLOSED_REQUEST
@@ -284,7 +300,7 @@ class _WebSocketSession:
                     "chunks": self._chunks_sent,
                     **error_fields,
                 }
-                await self._send({"type": "websocket.send", "text": orjson.dumps({"end": end}).decode()})
+                await self._send({"type": "websocket.send", "text": exact_json.dumps({"end": end}).decode()})
             except OSError:
                 return
 

@@ -7,10 +7,10 @@ ASGI application from its start.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from serve_app.dataplane.data_plane import DataPlane
 from serve_app.domain.request import Cancel, InferenceRequest, InferenceResponse, Outcome, ResponseStream
@@ -26,8 +26,6 @@ from serve_app.protocols.http.exchange import (
 )
 from serve_app.protocols.http.large_body import LARGE_BODY_BYTES
 from serve_app.protocols.http.sse import EVENT_STREAM
-
-_log = logging.getLogger(__name__)
 
 Rendered = tuple[int, Headers, bytes]  # status, headers without the framing, body
 
@@ -87,7 +85,7 @@ class CallbackApp:
         finish: Finish,
         run: Callable[[HttpExchange, float, Awaitable[None]], Awaitable[None]],
     ) -> None:
-        self.prefixes = tuple(f"/{segment}/".encode() for segment in routes)
+        self.prefixes = tuple(f"/{segment}".encode() for segment in routes)
         self.plane = plane
         self.max_body_size = min(max_body_size, LARGE_BODY_BYTES)
         self.finish = finish
@@ -105,8 +103,8 @@ class CallbackApp:
                 return None
             if "prefer" in headers or EVENT_STREAM in headers.get("accept", ""):
                 return None
-            route = self._routes[exchange.segments[0]]
-            if not route.authorize(exchange):
+            route = self._routes.get(exchange.segments[0])
+            if route is None or not route.authorize(exchange):
                 return None
         except RelayError:  # the task's response has the error
             return None
@@ -176,7 +174,7 @@ class CallbackRequest:
         if isinstance(error, RelayError):
             exchange.version = error.selected_version or exchange.version
         else:
-            _log.error("%s failed: a fault of this server", exchange.request_id, exc_info=error)
+            exchange.log_fault(error)
         self._send(self._route.render_error(exchange, error))
 
     def _send(self, rendered: Rendered) -> None:
@@ -196,10 +194,11 @@ class CallbackRequest:
 
 
 def create_scope(scope: dict[str, Any], root_path: str, url: bytes) -> dict[str, Any]:
-    """Complete the ASGI scope of a POST whose target needs no decoding."""
+    """Complete the ASGI scope of a POST, as uvicorn does."""
     path, _, query = url.partition(b"?")
     scope["method"] = "POST"
-    scope["path"] = root_path + path.decode("ascii")
+    text = path.decode("ascii")
+    scope["path"] = root_path + (unquote(text) if "%" in text else text)
     scope["raw_path"] = root_path.encode("ascii") + path
     scope["query_string"] = query
     return scope

@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from serve_app.protocols.http.exchange import ParsedHead, Receive, Scope, Send
 from serve_app.protocols.http.server.callback_app import CallbackApp, CallbackRequest, create_scope
-from serve_app.protocols.http.server.unix_listener import LOCAL_PEER
+from serve_app.protocols.http.server.unix_listener import LOCAL_PEER, is_stopping
 
 _MAX_HEADS = 512
 _MAX_BYTES = 2048  # of one head
@@ -154,11 +154,11 @@ class CallbackProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
+        """Close the connection after the response to the request in progress, also where its body arrives."""
+        self._is_stopping = True
         if self._stream is not None:
             self._stream.keep_alive = False
-        elif self._state is CallbackState.RUNNING:
-            self._is_stopping = True
-        else:
+        elif self._state is CallbackState.IDLE:
             super().shutdown()
 
     def accept_message(self, data: bytes) -> bool:
@@ -199,7 +199,7 @@ class CallbackProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         request = None if _callback_app is None else self._begin(_callback_app)
         if request is None:
-            super().on_headers_complete()
+            self._begin_task()
         else:
             self._state, self._request = CallbackState.RECEIVING, request
 
@@ -229,20 +229,28 @@ class CallbackProtocol(HttpToolsProtocol):
         """Return the request whose head is complete, where it may be answered by a callback."""
         url, parser = self.url, self.parser
         if (
-            not url.startswith(app.prefixes)
+            not (url.startswith(app.prefixes) or b"%" in url)
             or parser.get_method() != b"POST"
             or parser.get_http_version() != "1.1"
             or not parser.should_keep_alive()
             or parser.should_upgrade()
             or self.expect_100_continue
-            or b"%" in url
             or b"#" in url
             or not url.isascii()
             or not self._is_ready
         ):
             return None
         scope = create_scope(self.scope, self.root_path, url)
+        path: str = scope["path"][len(self.root_path) :]  # whose escapes are decoded
+        if not path.encode().startswith(app.prefixes):
+            return None
         return app.begin(scope, ParsedHead(scope), self)
+
+    def _begin_task(self) -> None:
+        """Pass the request whose head is complete to the ASGI application."""
+        super().on_headers_complete()
+        if self._is_stopping and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def _continue_in_task(self) -> None:
         """Pass the request, with what is here of its body, to the ASGI application."""
@@ -250,7 +258,7 @@ class CallbackProtocol(HttpToolsProtocol):
         self._state, self._request = CallbackState.IDLE, None
         self._chunks.clear()
         self._size = 0
-        super().on_headers_complete()
+        self._begin_task()
         if body:
             super().on_body(body)
 
@@ -390,6 +398,9 @@ BODY_TIMEOUT_S = 20.0  # in which at least MIN_BODY_BYTES must arrive
 MIN_BODY_BYTES = 4096
 WRITE_TIMEOUT_S = 60.0  # in which the client must read something of a response
 _CHECK_PERIOD_S = 1.0
+# For which a stopping port reads idle connections. A request may be in the kernel's buffer, and HAProxy does
+# not repeat it when the connection is closed.
+_IDLE_CLOSE_DELAY_S = 0.2
 _LINGER_S = 1.0  # for which the rest of a refused message is read and dropped
 _MAX_OVERHEAD = MAX_HEAD_BYTES + (1 << 18)  # of framing; a read of the event loop has up to 256 KiB
 _OVERHEAD_FACTOR = 16  # chunks of one byte have five bytes of framing each
@@ -438,6 +449,8 @@ class HttpProtocol(CallbackProtocol):
             self.client = LOCAL_PEER
         if len(self.connections) > max_connections():
             self._refuse(503, "The port has too many connections.")
+        if is_stopping(self.server_state):  # it was in the queue of the listener
+            self.shutdown()
         if self.server_state not in _checked_ports:
             _checked_ports.add(self.server_state)
             self.loop.call_later(_CHECK_PERIOD_S, _check_connections, self.server_state, self.loop)
@@ -453,6 +466,17 @@ class HttpProtocol(CallbackProtocol):
         super().data_received(data)
         if self._received > MAX_HEAD_BYTES:
             self._check_size()
+
+    def shutdown(self) -> None:
+        if self._is_idle and self._state is CallbackState.IDLE:
+            self._is_stopping = True
+            self.loop.call_later(_IDLE_CLOSE_DELAY_S, self._close_idle)
+        else:
+            super().shutdown()
+
+    def _close_idle(self) -> None:
+        if self._receives in _BETWEEN_MESSAGES:
+            super().shutdown()
 
     def _advance(self, state: ReceiveState) -> None:
         self._receives = state
@@ -498,6 +522,8 @@ class HttpProtocol(CallbackProtocol):
         coalescing = self.transport
         self.transport = coalescing.unwrap()
         super().handle_websocket_upgrade()
+        if self._is_stopping:  # the server's stop has seen this connection as an idle one
+            self.transport.get_protocol().shutdown()
         self.transport = coalescing
 
     def check_progress(self, now: float) -> None:

@@ -12,15 +12,18 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 import uvicorn
+from uvicorn.server import ServerState
 
 from serve_app.net.private_files import get_runtime_directory
 
 LOCAL_PEER = ("127.0.0.1", 0)  # the peer of a Unix socket, which has no address
 _MAX_PATH = 107  # bytes
 _log = logging.getLogger(__name__)
+_stopping: WeakSet[ServerState] = WeakSet()
 
 
 def get_socket_path(port: int) -> Path | None:
@@ -45,6 +48,11 @@ def find_socket(host: str, port: int) -> Path | None:
 def _is_own_address(host: str) -> bool:
     addresses = psutil.net_if_addrs().values()
     return any(address.address == host for interface in addresses for address in interface)
+
+
+def is_stopping(port: ServerState) -> bool:
+    """Return whether the server of a port has begun to stop."""
+    return port in _stopping
 
 
 def install() -> None:
@@ -87,4 +95,5 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for path in self._paths:
             path.unlink(missing_ok=True)
+        _stopping.add(self.server_state)
         await super().shutdown(sockets)

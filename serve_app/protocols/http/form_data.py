@@ -1,4 +1,4 @@
-"""A request's body as the named inputs that a handler sees."""
+"""A request's body as the named inputs that a handler receives."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MULTIPART = "multipart/form-data"
 URLENCODED = "application/x-www-form-urlencoded"
+FORM_TYPES = (MULTIPART, URLENCODED)
 _PIECE_BYTES = 1 << 16
 MAX_FIELDS = 1000  # of a form; inference.max_form_fields for predictions
 
@@ -64,7 +65,7 @@ def _parse_urlencoded(body: bytes, max_fields: int) -> tuple[InputPart, ...]:
 def _unquote(data: bytes) -> bytes:
     """Return ``data`` without its percent escapes.
 
-    The standard library makes two objects of each escape, so a large value is decoded in pieces.
+    The standard library makes two objects of each escape, so a large value is decoded in parts.
     """
     if len(data) <= _PIECE_BYTES:
         return unquote_to_bytes(data)
