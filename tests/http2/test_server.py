@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import struct
 import time
 from typing import Any
@@ -110,6 +111,23 @@ def test_shutdown_waits_for_calls_in_progress(start_server: StartServer, grpc_li
         assert list(peer.frames()) == []
         with pytest.raises(OSError):
             Peer(address)
+
+
+def test_shutdown_closes_connections_without_a_handshake(
+    start_server: StartServer, grpc_listening: Any
+) -> None:
+    server = EchoServer(Http2Limits())
+    with grpc_listening(lambda: server.server) as address, Peer(address) as peer:
+        peer.send(peer.encode_call(1, b"", "Wait"))
+        assert server.waiting.wait(60)
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as silent:
+            loop = event_loop(server)
+            while len(server.server._connections) < 2:
+                time.sleep(0.01)
+            stopping = asyncio.run_coroutine_threadsafe(server.server.stop(0.2), loop)
+            assert silent.recv(100) == b"", "the first frame of a server is SETTINGS, not GOAWAY"
+            stopping.result(60)
 
 
 def test_the_maximum_connection_age_loses_no_call(start_server: StartServer) -> None:

@@ -44,19 +44,22 @@ PARAMETERS["id"] = "0" * 32
 OPEN = {"/", "/ping", "/v2", "/api-description", "/openapi.json", "/docs"}
 OPEN |= {f"{prefix}/health/{state}" for prefix in ("", "/v2") for state in ("live", "ready")}
 # Routes without a model in their path: "query" and "body" name one, and a "list" has only those of the key.
+# "form" is a body of multipart/form-data.
 # "control": the control plane checks the patterns or the grant that it receives; its own tests have these.
 RULES = {
-    **dict.fromkeys(("/invocations", "/logs"), "query"),
-    **{
-        f"/v1/{name}": "body" for name in ("completions", "chat/completions", "embeddings", "rerank", "score")
-    },
+    **dict.fromkeys(("/invocations", "/logs", "/swagger.json"), "query"),
+    **dict.fromkeys((f"/v1/{name}" for name in ("completions", "chat/completions", "responses")), "body"),
+    **dict.fromkeys((f"/v1/{name}" for name in ("embeddings", "rerank", "score")), "body"),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "form"),
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), "body"),
     **dict.fromkeys(("/v2/models/stats", "/v2/repository/index", "/v1/models", "/models"), "list"),
     **dict.fromkeys(("/async", "/async/{id}", "/async/{id}/result"), "control"),
     **dict.fromkeys(("/experiments", "/workflows", "/events", "/audit"), "control"),
     **{f"/experiments/{{experiment_id}}{end}": "control" for end in ("", "/history", "/events")},
     **dict.fromkeys(("/keys", "/keys/{key_name}", "/keys/{key_name}/rotate"), "control"),
-    **dict.fromkeys(("/token", "/access"), "no model"),
+    **dict.fromkeys(("/token", "/access", "/version"), "no model"),
 }
+FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--x--\r\n'
 REGISTRATION = ("management", "POST", "/models")  # "control", beside the list of the same path
 
 
@@ -73,10 +76,13 @@ ROUTES = list_routes("inference", openapi.inference()) + list_routes("management
 
 def ask(app: Any, method: str, path: str, key: str) -> Any:
     rule = RULES.get(path)
-    body = json.dumps({"model": "m"}).encode() if rule == "body" else b""
+    body = {"body": json.dumps({"model": "m"}).encode(), "form": FORM}.get(rule, b"")
     query = "?model_name=m&model=m" if rule == "query" else "?url=m-1.0.mar&type=inference"
     target = re.sub(r"{(\w+)}", lambda match: PARAMETERS.get(match[1], "x"), path)
-    return app(method, target + query, body, {"Authorization": f"Bearer {key}"})
+    headers = {"Authorization": f"Bearer {key}"}
+    if rule == "form":
+        headers["Content-Type"] = "multipart/form-data; boundary=x"
+    return app(method, target + query, body, headers)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from serve_app.domain.async_prediction import StoredRequest
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
 from serve_app.domain.traffic_policy import TrafficPolicy, allocate
-from serve_app.errors import DeadlineExceeded
+from serve_app.errors import DeadlineExceeded, HandlerRejected
 from serve_app.proto import inference_pb2, open_inference_grpc_pb2
 from serve_app.proto.inference_pb2_grpc import InferenceAPIsServiceStub
 from serve_app.proto.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
@@ -184,6 +184,16 @@ def chat(model: str, version: str, size: int) -> tuple[str, bytes, dict[str, str
     return "/v1/chat/completions", json.dumps(result).encode(), {}
 
 
+def responses(model: str, version: str, size: int) -> tuple[str, bytes, dict[str, str]]:
+    result = {"model": f"{model}{version and ':' + version}", "input": "x" * size}
+    return "/v1/responses", json.dumps(result).encode(), {}
+
+
+def messages(model: str, version: str, size: int) -> tuple[str, bytes, dict[str, str]]:
+    _, body, _ = chat(model, version, size)
+    return "/v1/messages", json.dumps({**json.loads(body), "max_tokens": 9}).encode(), {}
+
+
 def predicted(method: str) -> Callable[..., Callable[..., Answered]]:
     def ask(model: str, version: str, size: int) -> Callable[..., Answered]:
         request = inference_pb2.PredictionsRequest(
@@ -224,6 +234,7 @@ TORCHSERVE = Dialect(
 )
 OIP = Dialect(404, 404, 504, (401, 401), 413, 400, 500, lambda s: set(json.loads(s)) == {"error"})
 OPENAI = Dialect(404, 404, 504, (401, 401), 413, 400, 500, lambda s: "message" in json.loads(s)["error"])
+ANTHROPIC = OPENAI._replace(shape=lambda s: json.loads(s)["type"] == "error")
 TORCHSERVE_GRPC = Dialect(
     "INTERNAL",
     "INTERNAL",
@@ -254,6 +265,8 @@ WAYS: dict[str, tuple[Any, Any, Dialect, bool]] = {
     "generate": (generate, over_http, OIP, True),
     "openai completions": (completions, over_http, OPENAI, True),
     "openai chat": (chat, over_http, OPENAI, True),
+    "openai responses": (responses, over_http, OPENAI, True),
+    "anthropic": (messages, over_http, ANTHROPIC, True),
     "torchserve grpc": (predicted("Predictions"), None, TORCHSERVE_GRPC, True),
     "torchserve grpc stream": (predicted("StreamPredictions"), None, TORCHSERVE_GRPC, True),
     "oip grpc": (model_infer, None, OIP_GRPC, True),
@@ -287,7 +300,8 @@ def open_way(inference: Any, over_grpc: Any) -> Callable[..., Way]:
 
         async def version(call: InferenceRequest) -> InferenceResponse:
             chosen = port.backend.ref.version
-            return InferenceResponse(b'{"choices": [{"text": "%s"}]}' % chosen.encode(), version=chosen)
+            body = {"choices": [{"text": chosen, "message": {"content": chosen}}]}
+            return InferenceResponse(json.dumps(body).encode(), version=chosen)
 
         if WAYS[name][1] is None:
             port = over_grpc(answers or version, table, inference={"max_request_size": LIMIT})
@@ -413,3 +427,49 @@ def test_rejected_response_has_its_version(open_way: Any, name: str) -> None:
     reported = open_way(name, declines)()
     assert "no" in reported.text
     assert reported.version == "2.0"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_text_of_an_error_may_be_no_unicode(open_way: Any, name: str) -> None:
+    async def rejects(call: InferenceRequest) -> InferenceResponse:
+        raise HandlerRejected("half \ud800 \r\nx-forged: \0", 422)
+
+    way = open_way(name, rejects)
+    reported = way()
+    assert reported.reason == "handler_rejected"
+    assert "half" in reported.text and "x-forged" in reported.text
+
+
+HARD_TO_WRITE = {
+    "levels": b"[" * 900 + b"]" * 900,
+    "an integer beyond 64 bits": b"1" * 30,
+    "half a surrogate pair": b'"\\ud800"',
+    "half a surrogate pair beside NaN": b'["\\ud800", NaN]',
+    "half a surrogate pair beside an integer": b'["\\ud800", %d]' % 10**30,
+}
+MESSAGE = b'"model": "m", "messages": [{"role": "user", "content": "x"}]'
+BODIES = {
+    "/v1/chat/completions": b'{%b, "tools": %%b}' % MESSAGE,
+    "/v1/responses": b'{"model": "m", "input": "x", "metadata": {"a": %b}, "text": %b}',
+    "/v1/messages": b'{%b, "max_tokens": 1, "tools": [{"name": "f", "input_schema": %%b}]}' % MESSAGE,
+    "/v1/messages/count_tokens": b'{%b, "tools": [{"name": "f", "input_schema": %%b}]}' % MESSAGE,
+    "/v1/embeddings": b'{"model": "m", "input": %b}',
+    "/v1/rerank": b'{"model": "m", "query": %b, "documents": ["a"]}',
+    "/tei/m/embed": b'{"inputs": %b, "parameters": 1}',
+    "/v2/models/m/generate": b'{"text_input": "a", "parameters": {"stop": %b}}',
+    "/v2/models/m/infer": b'{"id": %b, "inputs": [{"name": "x", "shape": [], "datatype": "U", "data": []}]}',
+    "/v1/models/m:predict": b'{"instances": %b}',
+    "/v2/repository/index": b'{"ready": %b}',
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("kind", HARD_TO_WRITE)
+def test_values_that_are_hard_to_write_are_no_faults(asgi_inference: Any, path: str, kind: str) -> None:
+    async def refuse(call: InferenceRequest) -> InferenceResponse:
+        raise HandlerRejected(f"no \ud800 {call.inputs[0].value!r:.20}", 400)
+
+    body = BODIES[path].replace(b"%b", HARD_TO_WRITE[kind])
+    response = asgi_inference(refuse)("POST", path, body, {"content-type": "application/json"})
+    assert response.status < 500, response.body
+    json.loads(response.body)

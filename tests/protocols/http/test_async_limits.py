@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from serve_app.domain.request import InferenceRequest, InferenceResponse
-from tests.support.async_server import ASYNC, Server, build_table, echo, server_runs
+from tests.support.async_server import ASYNC, Server, build_table, echo
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with server_runs(tmp_path) as start_server:
-        yield start_server
 
 
 def test_limit_of_predictions_names_its_setting(start: Callable[..., Server]) -> None:

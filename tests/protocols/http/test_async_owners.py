@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 
 from serve_app.domain.access import ROLES, AccessTable, KeyGrant, Role
 from serve_app.domain.request import InferenceRequest, InferenceResponse
-from tests.support.async_server import ASYNC, Server, build_table, echo, locked_database, server_runs
+from tests.support.async_server import ASYNC, Server, build_table, echo, locked_database
 from tests.support.protocol_fakes import send_request
 
 pytestmark = pytest.mark.integration
@@ -39,12 +39,6 @@ ACCESS = AccessTable(
         ]
     )
 )
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with server_runs(tmp_path) as start_server:
-        yield start_server
 
 
 def submit(server: Server, word: str, body: bytes = b"x", **headers: str) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,12 @@ import pytest
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.errors import HandlerRejected, QueueFull
-from tests.support.async_server import ASYNC, Server, build_table, echo, locked_database, server_runs
+from tests.support.async_server import ASYNC, Server, build_table, echo, locked_database
 
 pytestmark = pytest.mark.integration
 
 
 TENSORS = b'{"inputs": [{"name": "a", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}'
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with server_runs(tmp_path) as start_server:
-        yield start_server
 
 
 # Submitting, polling, results

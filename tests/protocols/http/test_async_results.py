@@ -21,7 +21,7 @@ from serve_app.control.async_predictions import blob_store
 from serve_app.control.async_predictions import service as async_service
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import ConfigurationError, ResultStoreUnavailable
-from tests.support.async_server import ASYNC, Server, echo, server_runs
+from tests.support.async_server import ASYNC, Server, echo
 
 pytestmark = pytest.mark.integration
 
@@ -77,12 +77,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     finally:
         requests.post(f"{server.address}/moto-api/reset", timeout=5)
         server.stop()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with server_runs(tmp_path) as start_server:
-        yield start_server
 
 
 @pytest.fixture

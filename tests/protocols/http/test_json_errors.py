@@ -79,6 +79,12 @@ EXPECTED = [
     (errors.NotFound("no"), 404, "ResourceNotFoundException", "no"),
     (errors.ModelNotFound("m"), 404, "ModelNotFoundException", "Model not found: m"),
     (
+        errors.DocumentVersionNotFound("4", "2 and 3"),
+        404,
+        "ResourceNotFoundException",
+        "There is no version 4 of this model's document; there are 2 and 3.",
+    ),
+    (
         errors.VersionNotFound("m", "3"),
         404,
         "ModelVersionNotFoundException",

@@ -7,8 +7,7 @@ import base64
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,8 @@ import pytest
 from serve_app.control.async_predictions.webhooks import WebhookSender
 from serve_app.errors import ConfigurationError
 from serve_app.settings import load
-from tests.support.async_server import ASYNC, Server, server_runs
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    with server_runs(tmp_path) as start_server:
-        yield start_server
+from tests.support.async_server import ASYNC, Server
+from tests.support.http_server import dripping
 
 
 class WebhookReceiver:
@@ -88,6 +82,22 @@ def test_webhook_is_retried_and_signed(start: Callable[..., Server]) -> None:
         await loop_server[0].wait_closed()
 
     server.loop.run_until_complete(close())
+
+
+def test_slow_headers_end_at_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def send(url: str) -> bool:
+        options = {"webhook_urls": [url], "webhook_secret": "env:S", "webhook_attempts": 1}
+        settings = load({"async_predictions": {**options, "webhook_timeout": 0.5}})
+        sender = WebhookSender(settings.async_predictions, {"S": "s"})
+        delivered = await sender.send(url, "id", {})
+        await sender.close()
+        return delivered
+
+    with dripping() as address:
+        assert not asyncio.run(send(f"{address}/ended"))
+    assert "it took longer than webhook_timeout (0.5 s)" in caplog.text
 
 
 def test_a_host_that_a_star_matches_must_be_public() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -137,14 +137,6 @@ class Cluster(ServiceApi):
         for replica in self.replicas:
             replica.close()
         super().close()
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
-    opened = Cluster(tmp_path, management)
-    yield opened
-    opened.close()
-    opened.loop.close()
 
 
 @pytest.mark.parametrize("pattern", ["poet", "*.mar"])  # the base model's name, and its URL

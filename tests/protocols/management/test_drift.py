@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,17 @@ class Cluster(ServiceApi):
         self.meters = Meters()
         self.random = np.random.default_rng(5)
         super().__init__(folder, management, {("plain", "1.0"): 1})
+        self.put()
+
+    def close(self) -> None:
+        self.run(self.owner.close())
+        super().close()
 
     def create_service(self) -> DriftService:
         settings = Settings(telemetry=TelemetrySettings(capture_destinations=("s3://b/.*",)))
         service = DriftService(self.state, self.database, self.meters, lambda spec: self.folder, settings)
         self.loop.run_until_complete(service.load())
         return service
-
-    def run(self, what: Any) -> Any:
-        return self.loop.run_until_complete(what)
 
     def put(self, version: str = "1.0", digest: str = "d" * 64, **policy: Any) -> None:
         config = {"capture": {**POLICY, **policy}}
@@ -80,8 +82,7 @@ class Cluster(ServiceApi):
         return found
 
     def restart(self) -> None:
-        self.run(self.owner.close())
-        self.database.close()
+        self.close()
         self.open()
 
     def gauges(self) -> dict[str, float]:
@@ -94,16 +95,6 @@ class Cluster(ServiceApi):
     def rows(self) -> int:
         with self.database.transaction() as connection:
             return len(connection.execute(sa.select(DRIFT_WINDOWS)).all())
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, management)
-    cluster.put()
-    yield cluster
-    cluster.run(cluster.owner.close())
-    cluster.close()
-    cluster.loop.close()
 
 
 def levels(found: Any) -> dict[str, str]:

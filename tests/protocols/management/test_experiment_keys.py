@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from serve_app.domain.access import AccessTable, KeyGrant, Right
 from tests.support.experiment_services import BY_CALL, DOCUMENT, ONE_REWARD, Cluster, assert_refused
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, management)
-    yield cluster
-    cluster.close()
-    cluster.loop.close()
 
 
 def may(*rights: Right, models: tuple[str, ...] = ("*",)) -> KeyGrant:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +16,6 @@ from tests.support.experiment_services import BY_CALL, DOCUMENT, ONE_REWARD, Clu
 pytestmark = pytest.mark.integration
 
 TEAM_ARMS = {name: {"version": "1.0", "weight": 5000} for name in ("a", "b")}
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, management)
-    yield cluster
-    cluster.close()
-    cluster.loop.close()
 
 
 def test_experiment_lifecycle(cluster: Cluster) -> None:

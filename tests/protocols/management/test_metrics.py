@@ -53,6 +53,15 @@ def test_the_page_answers_to_every_method(page: Page, method: str, target: str) 
     assert page.requested == [None]
 
 
+def test_the_latest_latencies_are_only_on_pages_that_name_them(page: Page) -> None:
+    for seconds in (0.25, 0.125):
+        page.meters.request("m", "1.0", "ok", seconds)
+    name = "torchrelay_request_latency_seconds_recent"
+    assert name not in page.ask("GET", "/metrics").text
+    line = page.ask("GET", f"/metrics?name[]={name}").text.splitlines()[-1]
+    assert line.startswith(f'{name}{{model="m",values="0.25 0.125",version="1.0"}} ')
+
+
 def test_repeated_names_are_all_used(page: Page) -> None:
     page.ask("GET", "/metrics")
     some = page.ask("GET", "/metrics?name[]=Requests2XX&other=x&name%5B%5D=Requests4XX")

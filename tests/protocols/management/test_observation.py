@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -123,14 +122,6 @@ def test_events_are_listed_newest_first_and_filtered() -> None:
         assert len(log.list_events(EventQuery(limit=2, model="m1"), ("*",))) == 2
 
     asyncio.run(main())
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, management)
-    yield cluster
-    cluster.close()
-    cluster.loop.close()
 
 
 def test_the_results_of_an_experiment_are_kept_over_time(cluster: Cluster) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import StartFailed
 from serve_app.settings import RuntimeSettings
 from serve_app.telemetry.metrics import Meters
+from tests.support.experiment_services import assert_refused
 from tests.support.service_api import ServiceApi
 
 pytestmark = pytest.mark.integration
@@ -91,21 +92,6 @@ class Cluster(ServiceApi):
         return find_version(self.state.registry, "m", version).min_workers
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, management: Callable[..., Any]) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, management)
-    yield cluster
-    cluster.close()
-    cluster.loop.close()
-
-
-def assert_refused(response: tuple[int, Any], code: int, type: str, *words: str) -> None:
-    status, result = response
-    assert (status, result["code"], result["type"]) == (code, code, type), result
-    for word in words:
-        assert word in result["message"], result["message"]
-
-
 def test_a_good_version_takes_over(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "serve_app.control.rollouts")
     begun = cluster.begin()
@@ -126,7 +112,7 @@ def test_a_good_version_takes_over(cluster: Cluster, caplog: pytest.LogCaptureFi
     assert cluster.look()["decisions"][-1]["reason"] == "its workers are taken away"
     assert (cluster.workers("1.0"), cluster.workers("2.0")) == (0, 1)
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == "m: 2.0 rollout begins: 2.0 is to take over from 1.0, and has its workers"
+    assert lines[0] == "m: 2.0 rollout begins: 2.0 replaces 1.0 step by step, and has its workers"
     assert lines[1] == "m: 2.0 gets 20 %: 2.0 runs"
     assert lines[-2].startswith("m: 2.0 promoted: ")
     assert {record.levelname for record in caplog.records} == {"INFO"}
@@ -144,7 +130,7 @@ def test_bad_version_is_rolled_back_with_a_logged_reason(
     assert (cluster.workers("1.0"), cluster.workers("2.0")) == (1, 1)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith(
-        "m: 2.0 rolled back at 20 %: error_rate 9.77 % of 399 calls against 0 % of 1,601; at most 1 % more is allowed "  # noqa: E501
+        "m: 2.0 rolled back at 20 %: error_rate 9.77 % of 399 requests against 0 % of 1,601; at most 1 % more is allowed "  # noqa: E501
         "(surely above: "
     )
     assert back["decisions"][-1]["figures"]["guardrails"][0]["name"] == "error_rate"
@@ -167,12 +153,13 @@ def test_version_that_cannot_start_is_rolled_back(cluster: Cluster) -> None:
     begun = cluster.begin(to="3.0")
     assert cluster.workers("3.0") == 1
     assert (
-        begun["decisions"][0]["reason"] == "3.0 is to take over from 1.0, and gets as many workers as 1.0 has"
+        begun["decisions"][0]["reason"]
+        == "3.0 replaces 1.0 step by step, and gets as many workers as 1.0 has"
     )
     back = cluster.look()
     assert back["state"] == "rolled_back"
     assert back["decisions"][-1]["reason"] == (
-        "no worker of 3.0 runs: ValueError: no weights; 1.0 has all calls, 3.0 loses the workers that it was given"  # noqa: E501
+        "no worker of 3.0 runs: ValueError: no weights; 1.0 has all requests, 3.0 loses the workers that it was given"  # noqa: E501
     )
     assert cluster.workers("3.0") == 0
     assert cluster.calls(10) == {"1.0": 10}
@@ -263,7 +250,7 @@ def test_figures_of_an_old_one_are_dropped(cluster: Cluster) -> None:
             {**QUICK, "to": "1.0"},
             400,
             "BadRequestException",
-            "has all calls of model m already",
+            "has all requests of model m already",
         ),
         (
             "/models/m/rollout",

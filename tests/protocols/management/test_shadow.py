@@ -5,7 +5,6 @@ functions.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -17,13 +16,9 @@ import pytest
 import sqlalchemy as sa
 
 from serve_app.control import registry_changes
-from serve_app.control.persistence.database import Database
 from serve_app.control.persistence.schema import SHADOW_MISMATCHES, SHADOW_STATS
-from serve_app.control.replica_health import HealthTracker
 from serve_app.control.result_history import ResultHistory
 from serve_app.control.shadow.service import ShadowService
-from serve_app.control.state import AcknowledgementPolicy, StateStore
-from serve_app.control.table_publisher import TablePublisher
 from serve_app.control.traffic import TrafficService
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
 from serve_app.dataplane.shadow.mirror import ShadowMirror, ShadowPair
@@ -35,9 +30,8 @@ from serve_app.domain.routing_table import RoutingTable, VersionRoute
 from serve_app.domain.traffic_policy import ShadowPolicy
 from serve_app.errors import HandlerFailed
 from serve_app.telemetry.metrics import Meters
-from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from tests.support.coroutine_backend import CoroutineBackend
-from tests.support.openapi_checks import assert_described
+from tests.support.service_api import ServiceApi
 
 SHADOW = {"shadow": {"version": "2.0", "compare": {"kind": "label", "at": "digit"}}}
 
@@ -49,22 +43,26 @@ def predict(version: str, digit: int) -> dict[str, Any]:
     return {"digit": 8 if version == "2.0" and digit % 3 == 0 else digit, "version": version}
 
 
-class Cluster:
+class Cluster(ServiceApi):
     """Management and one gateway, on one loop."""
 
     def __init__(self, folder: Path, management: Callable[..., Any]) -> None:
-        self._folder = folder
-        self._management = management
-        self.loop = asyncio.new_event_loop()
         self.reader = RoutingTableReader()
         self.meters = Meters()
         self.copies: list[InferenceRequest] = []
-        self._number = 0
+        super().__init__(folder, management, {("m", version): 1 for version in ("1.0", "2.0", "3.0")})
         self.mirror = self.run(self._mirror())
         self.plane = DataPlane(self.reader, self.meters, self._remote, mirror=self.mirror)
-        self.open()
-        for version in ("1.0", "2.0", "3.0"):
-            self.put(version)
+
+    def create_service(self) -> ShadowService:
+        service = ShadowService(self.state, self.database, ResultHistory(self.database, "shadow"))
+        self.run(service.load())
+        return service
+
+    def open_port(self, access: AccessTable | None) -> None:
+        super().open_port(access)
+        traffic, api = TrafficService(self.state), self._app.control_api
+        api.get_traffic, api.set_traffic = traffic.get_traffic, traffic.set_traffic
 
     async def _mirror(self) -> ShadowMirror:
         return ShadowMirror(lambda: self.reader.table, self._remote, self.meters)
@@ -82,54 +80,13 @@ class Cluster:
 
         return Target()
 
-    def run(self, what: Any) -> Any:
-        return self.loop.run_until_complete(what)
-
-    def open(self, access: AccessTable | None = None) -> None:
-        """As a Management that begins; what another one kept is there."""
-        self.database = Database(f"sqlite:///{self._folder / 'registry.db'}")
-        self.publisher = TablePublisher(MetricsAggregator())
-
-        async def alive() -> set[str]:
-            return set()
-
-        registry = self.database.load()
-        self.state = StateStore(
-            self.database,
-            registry,
-            self.publisher,
-            HealthTracker(),
-            None,
-            AcknowledgementPolicy(alive, 0.01),
-            lambda before, after: None,
-        )
-        self.state.publish()
-        self.shadows = ShadowService(self.state, self.database, ResultHistory(self.database, "shadow"))
-        self.run(self.shadows.load())
-        traffic = TrafficService(self.state)
-        self._app = self._management(access=access)
-        self._app.loop = self.loop
-        for owner, question in (
-            (self.shadows, "get_shadow"),
-            (self.shadows, "get_shadow_history"),
-            (self.shadows, "reset_shadow"),
-            (traffic, "get_traffic"),
-            (traffic, "set_traffic"),
-        ):
-            setattr(self._app.control_api, question, getattr(owner, question))
-
     def close(self) -> None:
-        self.run(self.shadows.close())
-        self.database.close()
+        self.run(self.owner.close())
+        super().close()
 
     def put(self, version: str, digest: str = "d") -> None:
         spec = ModelSpec("m", version, "m.mar", digest * 64, "archive", min_workers=1, max_workers=1)
         self.run(self.state.commit(registry_changes.apply_archive(self.state.registry, spec)))
-
-    def ask(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
-        response = self._app(method, path, b"" if document is None else json.dumps(document).encode(), **more)
-        assert_described(method, path, response)
-        return response.status, json.loads(response.body) if response.body else None
 
     def set(self, document: Any = SHADOW) -> None:
         status, result = self.ask("PUT", "/models/m/traffic", document)
@@ -141,7 +98,7 @@ class Cluster:
             name: replace(
                 row, versions={v: replace(r, phase="ready", replicas=1) for v, r in row.versions.items()}
             )
-            for name, row in self.publisher.table.models.items()
+            for name, row in self.board.table.models.items()
         }
         self.reader.update(RoutingTable(self.reader.table.generation + 1, models))
 
@@ -157,7 +114,7 @@ class Cluster:
                 await asyncio.wait(self.mirror._tasks)
             if (seen := self.mirror.drain()) is not None:
                 self._number += 1
-                self.shadows.put("gateway", self._number, seen)
+                self.owner.put("gateway", self._number, seen)
             return result
 
         return self.run(main())
@@ -190,7 +147,7 @@ def test_the_agreement_over_time_is_kept_until_a_reset(cluster: Cluster) -> None
     cluster.set()
     for digits, compared in ((range(10), [6, 3, 1]), (range(1), [0, 1, 0])):
         cluster.calls(*digits)
-        cluster.run(cluster.shadows.close())  # stores
+        cluster.run(cluster.owner.close())  # stores
         [trend] = cluster.ask("GET", "/models/m/shadow/history")[1]["against"]
         [point] = trend["points"]
         assert [point[name] for name in ("agreed", "disagreed", "error")] == compared
@@ -278,7 +235,7 @@ def test_figures_add_up_and_outlive_management(cluster: Cluster) -> None:
     assert (after["calls"]["agreed"], after["calls"]["disagreed"]) == (3, 3)
     assert after["since"] == before["against"][0]["since"]
     assert [kept["inputs"][0]["json"]["digit"] for kept in after["disagreements"]] == [0, 3, 6]
-    cluster.run(cluster.shadows.close())
+    cluster.run(cluster.owner.close())
     assert cluster.rows() == (1, 3)
 
 
@@ -289,7 +246,7 @@ def test_resent_reports_count_once(cluster: Cluster) -> None:
     shadow = cluster.state.registry.models["m"].policy.shadow
     assert isinstance(shadow, ShadowPolicy)
     for number in (1, 1, 2, 1):
-        cluster.shadows.put("replica", number, [(ShadowPair("m", "1.0", shadow), figures)])
+        cluster.owner.put("replica", number, [(ShadowPair("m", "1.0", shadow), figures)])
     assert cluster.known()["against"][0]["calls"]["agreed"] == 10
 
 
@@ -300,8 +257,8 @@ def test_what_comes_late_of_a_shadow_before_is_not_counted(cluster: Cluster) -> 
     cluster.set({"shadow": {"version": "3.0"}})
     figures = ShadowStats(20)
     figures.count("agreed")
-    cluster.shadows.put("replica", 1, [(ShadowPair("m", "1.0", before), figures)])
-    assert cluster.shadows._records == {}
+    cluster.owner.put("replica", 1, [(ShadowPair("m", "1.0", before), figures)])
+    assert cluster.owner._records == {}
     cluster.calls(4)
     cluster.put("3.0", digest="e")  # the same number, another archive, and nobody has asked meanwhile
     cluster.calls(5)
@@ -321,7 +278,7 @@ def test_the_worst_are_bounded_and_redacted_where_they_are_stored(cluster: Clust
         {"digit": 3, "user": "[redacted]"},
     ]
     assert pair["disagreements"][0]["live"]["json"] == {"digit": 0, "version": "[redacted]"}
-    cluster.run(cluster.shadows.close())
+    cluster.run(cluster.owner.close())
     with cluster.database.transaction() as connection:
         stored = b"".join(row.document for row in connection.execute(sa.select(SHADOW_MISMATCHES)))
     assert b"Ann" not in stored
@@ -330,7 +287,7 @@ def test_the_worst_are_bounded_and_redacted_where_they_are_stored(cluster: Clust
     cluster.calls(0, 3)
     [pair] = cluster.known()["against"]
     assert (pair["calls"]["disagreed"], pair["disagreements"]) == (2, [])
-    cluster.run(cluster.shadows.close())
+    cluster.run(cluster.owner.close())
     assert cluster.rows() == (1, 0)
 
 
@@ -364,10 +321,10 @@ def test_what_is_of_a_version_that_is_removed_goes_with_it(cluster: Cluster) -> 
     cluster.set()
     cluster.calls(0, 1)
     cluster.set({})
-    cluster.run(cluster.shadows.close())
+    cluster.run(cluster.owner.close())
     assert cluster.rows() == (1, 1)
     cluster.run(cluster.state.commit(registry_changes.unregister(cluster.state.registry, "m", "2.0")[0]))
-    cluster.run(cluster.shadows.close())
+    cluster.run(cluster.owner.close())
     assert cluster.rows() == (0, 0)
 
 
@@ -398,7 +355,7 @@ def test_the_last_figures_stay_without_the_shadow_until_they_are_forgotten(clust
     cluster.set({})
     assert cluster.known()["shadow"] is None
     assert cluster.known()["against"][0]["calls"]["agreed"] == 1
-    cluster.run(cluster.shadows.close())
+    cluster.run(cluster.owner.close())
     assert cluster.rows() == (1, 1)
     status, result = cluster.ask("DELETE", "/models/m/shadow")
     assert status == 200
@@ -435,7 +392,8 @@ def test_keys_see_the_shadows_of_their_own_models(cluster: Cluster) -> None:
     ):
         granted, headers = access(*rights, models=models)
         cluster.close()
-        cluster.open(granted)
+        cluster.open()
+        cluster.open_port(granted)
         assert cluster.ask("GET", "/models/m/shadow", **headers)[0] == codes[0], rights
         assert cluster.ask("DELETE", "/models/m/shadow", **headers)[0] == codes[1], rights
         assert cluster.ask("GET", "/models/m/shadow")[0] == 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,16 +12,10 @@ from typing import Any
 
 import pytest
 
-from serve_app.control import registry_changes
-from serve_app.control.persistence.database import Database
 from serve_app.control.registry import Registry
-from serve_app.control.replica_health import HealthTracker
-from serve_app.control.state import AcknowledgementPolicy, StateStore
-from serve_app.control.table_publisher import TablePublisher
 from serve_app.control.traffic import TrafficService
 from serve_app.domain.access import AccessTable, KeyGrant
 from serve_app.domain.experiment import Arm, Experiment, ExperimentMetric
-from serve_app.domain.model import ModelSpec
 from serve_app.domain.request import InferenceRequest, InferenceResponse, ResponseStream
 from serve_app.domain.rollout import Rollout, RolloutPlan
 from serve_app.domain.routing_table import VersionRoute
@@ -30,7 +23,7 @@ from serve_app.domain.traffic_policy import StickyKey
 from serve_app.errors import QueueFull
 from serve_app.protocols.torchserve import openapi
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
-from tests.support.openapi_checks import assert_described
+from tests.support.service_api import ServiceApi
 
 pytestmark = pytest.mark.integration
 
@@ -42,47 +35,16 @@ ALL_DEFAULT = {
 }
 
 
-class Cluster:
-    """Both ports' routes over one state; ``late`` readers never get a new table."""
+class Cluster(ServiceApi):
+    """Both ports' routes over one state; readers in ``alive`` never get a new table."""
 
     def __init__(self, folder: Path, management: Callable[..., Any], inference: Callable[..., Any]) -> None:
-        self._folder = folder
-        self._management = management
-        self.late: set[str] = set()
         self.port = inference(self._answer)
-        self.open()
-        specs = [("m", "1.0"), ("m", "2.0"), ("m", "3.0"), ("team-a", "1.0")]
-        for name, version in specs:
-            spec = ModelSpec(name, version, "m.mar", "d" * 64, "archive", min_workers=1, max_workers=1)
-            self.put(registry_changes.register(self.state.registry, spec))
+        versions = [("m", "1.0"), ("m", "2.0"), ("m", "3.0"), ("team-a", "1.0")]
+        super().__init__(folder, management, dict.fromkeys(versions, 1))
 
-    def open(self) -> None:
-        """As a Management that begins; what another one kept is there."""
-        self.database = Database(f"sqlite:///{self._folder / 'registry.db'}")
-        self.publisher = TablePublisher(MetricsAggregator())
-
-        async def alive() -> set[str]:
-            return self.late
-
-        self.state = StateStore(
-            self.database,
-            self.database.load(),
-            self.publisher,
-            HealthTracker(),
-            None,
-            AcknowledgementPolicy(alive, 0.01),
-            lambda before, after: None,
-        )
-        self.state.publish()
-        self.traffic = TrafficService(self.state)
-        self.open_port(None)
-
-    def open_port(self, access: AccessTable | None) -> None:
-        self._routes = self._management(access=access)
-        self._routes.control_api.get_traffic, self._routes.control_api.set_traffic = (
-            self.traffic.get_traffic,
-            self.traffic.set_traffic,
-        )
+    def create_service(self) -> TrafficService:
+        return TrafficService(self.state)
 
     async def _answer(self, call: InferenceRequest) -> InferenceResponse | ResponseStream:
         """As the version that was chosen: at once, in pieces, or with an error, as the body asks."""
@@ -101,23 +63,11 @@ class Cluster:
         return InferenceResponse(version.encode(), headers=theirs, version=version)
 
     def put(self, registry: Registry) -> None:
-        asyncio.run(self.state.commit(registry))
-
-    def manage(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:
-        body = (
-            b""
-            if document is None
-            else document
-            if isinstance(document, bytes)
-            else json.dumps(document).encode()
-        )
-        response = self._routes(method, path, body, **more)
-        assert_described(method, path, response)
-        return response.status, json.loads(response.body)
+        self.run(self.state.commit(registry))
 
     def infer(self, path: str = "/predictions/m", body: bytes = b"x", **headers: str) -> Any:
         # Whatever phase nobody looked at: each version has a replica.
-        table = self.publisher.table
+        table = self.board.table
         models = {
             name: replace(row, versions={v: VersionRoute(v, "ready", 1) for v in row.versions})
             for name, row in table.models.items()
@@ -134,7 +84,8 @@ def cluster(
 ) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path, management, inference)
     yield cluster
-    cluster.database.close()
+    cluster.close()
+    cluster.loop.close()
 
 
 def assert_refused(response: tuple[int, Any], status: int, kind: str, message: str) -> None:
@@ -145,14 +96,14 @@ def assert_refused(response: tuple[int, Any], status: int, kind: str, message: s
 
 class TestTheManagementAPI:
     def test_set_read_and_reset(self, cluster: Cluster) -> None:
-        assert cluster.manage("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
+        assert cluster.ask("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
         in_force = {"by": "policy", "default": "1.0", "versions": {"1.0": 9000, "2.0": 1000}}
         reported = (200, {**NINETY_TEN, "active": in_force})
-        assert cluster.manage("PUT", "/models/m/traffic", NINETY_TEN) == reported
-        assert cluster.manage("GET", "/models/m/traffic/") == reported
-        assert cluster.publisher.table.models["m"].policy.versions == NINETY_TEN["versions"]
-        assert cluster.manage("DELETE", "/models/m/traffic") == (200, ALL_DEFAULT)
-        assert cluster.manage("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
+        assert cluster.ask("PUT", "/models/m/traffic", NINETY_TEN) == reported
+        assert cluster.ask("GET", "/models/m/traffic/") == reported
+        assert cluster.board.table.models["m"].policy.versions == NINETY_TEN["versions"]
+        assert cluster.ask("DELETE", "/models/m/traffic") == (200, ALL_DEFAULT)
+        assert cluster.ask("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
 
     def test_all_fields_of_a_policy(self, cluster: Cluster) -> None:
         document = {
@@ -164,24 +115,24 @@ class TestTheManagementAPI:
             "labels": {"stable": "1.0", "canary": "2.0"},
             "shadow": {"version": "3.0", "percent": 10.0},
         }
-        status, result = cluster.manage("PUT", "/models/m/traffic", document)
+        status, result = cluster.ask("PUT", "/models/m/traffic", document)
         assert status == 200
         assert {**result, "shadow": {key: result["shadow"][key] for key in ("version", "percent")}} == {
             **document,
             "active": {"by": "policy", "default": "1.0", "versions": {"1.0": 5000, "2.0": 5000}},
         }
-        assert cluster.manage("PUT", "/models/m/traffic", result) == (200, result)
+        assert cluster.ask("PUT", "/models/m/traffic", result) == (200, result)
 
     def test_policy_survives_a_restart(self, cluster: Cluster) -> None:
-        _, result = cluster.manage(
+        _, result = cluster.ask(
             "PUT", "/models/m/traffic", {**NINETY_TEN, "key": {"json": "$.u"}, "policy": "sticky"}
         )
         before = cluster.state.registry.models["m"]
-        cluster.database.close()
+        cluster.close()
         cluster.open()
-        assert cluster.manage("GET", "/models/m/traffic") == (200, result)
+        assert cluster.ask("GET", "/models/m/traffic") == (200, result)
         assert cluster.state.registry.models["m"].policy == before.policy
-        assert cluster.publisher.table.models["m"].policy == before.policy
+        assert cluster.board.table.models["m"].policy == before.policy
 
     @pytest.mark.parametrize(
         ("document", "status", "kind", "message"),
@@ -212,51 +163,51 @@ class TestTheManagementAPI:
         ],
     )
     def test_a_policy_is_never_half_applied(self, cluster, document, status, kind, message) -> None:
-        cluster.manage("PUT", "/models/m/traffic", NINETY_TEN)
-        before = cluster.state.registry, cluster.publisher.table
-        assert_refused(cluster.manage("PUT", "/models/m/traffic", document), status, kind, message)
-        assert (cluster.state.registry, cluster.publisher.table) == before
+        cluster.ask("PUT", "/models/m/traffic", NINETY_TEN)
+        before = cluster.state.registry, cluster.board.table
+        assert_refused(cluster.ask("PUT", "/models/m/traffic", document), status, kind, message)
+        assert (cluster.state.registry, cluster.board.table) == before
         assert cluster.database.load() == before[0]
 
     def test_unknown_model_is_refused(self, cluster: Cluster) -> None:
         for method in ("GET", "PUT", "DELETE", "OPTIONS"):
-            response = cluster.manage(method, "/models/none/traffic", {} if method == "PUT" else None)
+            response = cluster.ask(method, "/models/none/traffic", {} if method == "PUT" else None)
             assert_refused(response, 404, "ModelNotFoundException", "Model not found: none")
 
     def test_other_methods(self, cluster: Cluster) -> None:
-        assert cluster.manage("OPTIONS", "/models/m/traffic") == (200, openapi.describe_model_management("m"))
+        assert cluster.ask("OPTIONS", "/models/m/traffic") == (200, openapi.describe_model_management("m"))
         for method in ("POST", "PATCH"):
             assert_refused(
-                cluster.manage(method, "/models/m/traffic"), 405, "MethodNotAllowedException", "not allowed"
+                cluster.ask(method, "/models/m/traffic"), 405, "MethodNotAllowedException", "not allowed"
             )
 
     def test_a_change_that_is_late_somewhere_says_so(self, cluster: Cluster) -> None:
-        cluster.late = {"a reader that sleeps"}
-        cluster.publisher.expect_readers(cluster.late)
-        status, result = cluster.manage("PUT", "/models/m/traffic", NINETY_TEN)
+        cluster.alive = {"a reader that sleeps"}
+        cluster.board.expect_readers(cluster.alive)
+        status, result = cluster.ask("PUT", "/models/m/traffic", NINETY_TEN)
         assert (status, result) == (
             202,
             {"status": "Stored, and not yet in force at 1 of the replicas that run."},
         )
-        assert cluster.manage("GET", "/models/m/traffic")[1]["policy"] == "weighted"
+        assert cluster.ask("GET", "/models/m/traffic")[1]["policy"] == "weighted"
 
     def test_an_experiment_or_a_rollout_is_in_force_in_its_place(self, cluster: Cluster) -> None:
-        cluster.manage("PUT", "/models/m/traffic", NINETY_TEN)
+        cluster.ask("PUT", "/models/m/traffic", NINETY_TEN)
         plain = cluster.state.registry
         arms = {"a": Arm("1.0", 4000), "b": Arm("2.0", 3500), "c": Arm("1.0", 2500)}
         experiment = Experiment("colours", arms, (ExperimentMetric("t"),), "a", id="e1", model="m")
         cluster.put(replace(plain, experiments={"e1": experiment}))
         in_force = {"by": "experiment", "id": "e1", "default": "1.0", "versions": {"1.0": 6500, "2.0": 3500}}
-        assert cluster.manage("GET", "/models/m/traffic") == (200, {**NINETY_TEN, "active": in_force})
+        assert cluster.ask("GET", "/models/m/traffic") == (200, {**NINETY_TEN, "active": in_force})
         for method, document in (("PUT", NINETY_TEN), ("DELETE", None)):
-            response = cluster.manage(method, "/models/m/traffic", document)
+            response = cluster.ask(method, "/models/m/traffic", document)
             assert_refused(response, 409, "ConflictStatusException", "stop it first: DELETE /experiments/e1")
         rollout = Rollout(RolloutPlan("2.0", steps=(5, 100)), "r1", "m", "1.0", "running", 0.0)
         cluster.put(replace(plain, rollouts={"m": rollout}))
         in_force = {"by": "rollout", "id": "r1", "default": "1.0", "versions": {"1.0": 9500, "2.0": 500}}
-        assert cluster.manage("GET", "/models/m/traffic")[1]["active"] == in_force
+        assert cluster.ask("GET", "/models/m/traffic")[1]["active"] == in_force
         assert_refused(
-            cluster.manage("DELETE", "/models/m/traffic"),
+            cluster.ask("DELETE", "/models/m/traffic"),
             409,
             "ConflictStatusException",
             "rollout of version 2.0",
@@ -273,18 +224,18 @@ class TestTheManagementAPI:
         def status(method: str, key: str, model: str = "team-a") -> int:
             headers = {"Authorization": f"Bearer {key}"}
             document = {"policy": "default"} if method == "PUT" else None
-            return cluster.manage(method, f"/models/{model}/traffic", document, headers=headers)[0]
+            return cluster.ask(method, f"/models/{model}/traffic", document, headers=headers)[0]
 
         assert [status("GET", key) for key in ("observe", "manage", "infer", "?")] == [200, 200, 400, 400]
         for method in ("PUT", "DELETE"):
             assert [status(method, key) for key in ("observe", "manage", "infer")] == [400, 200, 400]
         assert [status(method, "manage", "m") for method in ("GET", "PUT", "DELETE")] == [400] * 3
-        assert cluster.manage("OPTIONS", "/models/m/traffic")[0] == 200
+        assert cluster.ask("OPTIONS", "/models/m/traffic")[0] == 200
 
 
 class TestWhatCallersMeet:
     def test_shares_and_the_version_that_answered(self, cluster: Cluster) -> None:
-        cluster.manage("PUT", "/models/m/traffic", {"versions": {"1.0": 8000, "2.0": 2000}})
+        cluster.ask("PUT", "/models/m/traffic", {"versions": {"1.0": 8000, "2.0": 2000}})
         cluster.port.compares = False  # the first version is random
         responses = [cluster.infer() for _ in range(100)]
         given = Counter(response["x-model-version"] for response in responses)
@@ -294,7 +245,7 @@ class TestWhatCallersMeet:
 
     def test_sticky_key_keeps_its_version(self, cluster: Cluster) -> None:
         halves = {"1.0": 5000, "2.0": 5000}
-        cluster.manage("PUT", "/models/m/traffic", {"key": {"header": "X-User"}, "versions": halves})
+        cluster.ask("PUT", "/models/m/traffic", {"key": {"header": "X-User"}, "versions": halves})
         given = {
             who: {cluster.infer(x_user=who)["x-model-version"] for _ in range(5)} for who in "abcdefghijkl"
         }
@@ -307,7 +258,7 @@ class TestWhatCallersMeet:
             "header": "X-Try",
             "labels": {"canary": "2.0", "next": "3.0"},
         }
-        cluster.manage("PUT", "/models/m/traffic", document)
+        cluster.ask("PUT", "/models/m/traffic", document)
         requested = [
             cluster.infer(),
             cluster.infer("/predictions/m/canary"),
@@ -326,7 +277,7 @@ class TestWhatCallersMeet:
         assert counted == {"1.0": 2, "2.0": 3, "3.0": 2, "canary": 0}
 
     def test_unknown_label_or_version_is_refused(self, cluster: Cluster) -> None:
-        cluster.manage("PUT", "/models/m/traffic", {"header": "x-try", "labels": {"canary": "2.0"}})
+        cluster.ask("PUT", "/models/m/traffic", {"header": "x-try", "labels": {"canary": "2.0"}})
         for response in (cluster.infer("/predictions/m/beta"), cluster.infer(x_try="beta")):
             assert response.status == 404
             assert json.loads(response.body)["message"] == "Model version: beta does not exist for model: m"
@@ -334,7 +285,7 @@ class TestWhatCallersMeet:
 
     @pytest.mark.parametrize("path", ["/predictions/m", "/predictions/m/canary"])
     def test_errors_and_streams_have_the_version_header(self, cluster: Cluster, path: str) -> None:
-        cluster.manage("PUT", "/models/m/traffic", {"versions": {"2.0": 10_000}, "labels": {"canary": "2.0"}})
+        cluster.ask("PUT", "/models/m/traffic", {"versions": {"2.0": 10_000}, "labels": {"canary": "2.0"}})
         full, stream = cluster.infer(path, b"full"), cluster.infer(path, b"stream")
         assert (full.status, full["x-model-version"]) == (503, "2.0")
         assert (stream.status, stream["x-model-version"], stream["ts_stream_next"]) == (200, "2.0", "true")
@@ -364,32 +315,30 @@ class TestTheSettings:
     def test_configured_policies_apply_at_startup(
         self, cluster: Cluster, caplog: pytest.LogCaptureFixture
     ) -> None:
-        asyncio.run(
-            cluster.traffic.apply_declared_policies(
-                {"m": NINETY_TEN, "none": NINETY_TEN, "team-a": NINETY_TEN}
-            )
+        cluster.run(
+            cluster.owner.apply_declared_policies({"m": NINETY_TEN, "none": NINETY_TEN, "team-a": NINETY_TEN})
         )
-        assert cluster.manage("GET", "/models/m/traffic")[1]["policy"] == "weighted"
+        assert cluster.ask("GET", "/models/m/traffic")[1]["policy"] == "weighted"
         assert caplog.messages == [
             "control.traffic.none is not in force: Model not found: none",
             "control.traffic.team-a is not in force: Model version: 2.0 does not exist for model: team-a",
         ]
 
     def test_what_is_changed_later_stays_changed_over_starts(self, cluster: Cluster) -> None:
-        asyncio.run(cluster.traffic.apply_declared_policies({"m": NINETY_TEN}))
-        cluster.manage("DELETE", "/models/m/traffic")
-        cluster.database.close()
+        cluster.run(cluster.owner.apply_declared_policies({"m": NINETY_TEN}))
+        cluster.ask("DELETE", "/models/m/traffic")
+        cluster.close()
         cluster.open()
-        asyncio.run(cluster.traffic.apply_declared_policies({"m": NINETY_TEN}))
-        assert cluster.manage("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
-        asyncio.run(cluster.traffic.apply_declared_policies({"m": {"labels": {"canary": "2.0"}}}))
-        assert cluster.manage("GET", "/models/m/traffic")[1]["labels"] == {"canary": "2.0"}
+        cluster.run(cluster.owner.apply_declared_policies({"m": NINETY_TEN}))
+        assert cluster.ask("GET", "/models/m/traffic") == (200, ALL_DEFAULT)
+        cluster.run(cluster.owner.apply_declared_policies({"m": {"labels": {"canary": "2.0"}}}))
+        assert cluster.ask("GET", "/models/m/traffic")[1]["labels"] == {"canary": "2.0"}
 
     def test_a_reader_that_is_late_does_not_keep_the_server_from_starting(self, cluster: Cluster) -> None:
-        cluster.late = {"a reader that sleeps"}
-        cluster.publisher.expect_readers(cluster.late)
-        asyncio.run(cluster.traffic.apply_declared_policies({"m": NINETY_TEN}))
-        assert cluster.manage("GET", "/models/m/traffic")[1]["policy"] == "weighted"
+        cluster.alive = {"a reader that sleeps"}
+        cluster.board.expect_readers(cluster.alive)
+        cluster.run(cluster.owner.apply_declared_policies({"m": NINETY_TEN}))
+        assert cluster.ask("GET", "/models/m/traffic")[1]["policy"] == "weighted"
 
 
 def test_the_inference_port_offers_them_where_it_has_the_management_api(

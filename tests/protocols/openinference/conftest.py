@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from handlers.context import Context
 from serve_app.control.api import ControlPlane
@@ -41,7 +39,7 @@ from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from tests.support.client_environments import client_python
 from tests.support.coroutine_backend import CoroutineBackend
-from tests.support.ports import free_port
+from tests.support.protocol_servers import serve_app_over_http
 
 Handle = Callable[[list[Any], Context], Any]
 
@@ -192,18 +190,8 @@ def listening() -> Callable[[Any], contextlib.AbstractContextManager[str]]:
 @contextlib.contextmanager
 def _listening(app: Any) -> Iterator[str]:
     """Serve the app on a port of its own, in a thread; yield its address without a scheme."""
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, ws="none"))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            thread.join(0.005)
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serve_app_over_http(app, ws="none") as address:
+        yield address.removeprefix("http://")
 
 
 SUM_SIGNATURE = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]}

@@ -16,6 +16,7 @@ from serve_app.domain.routing_table import VersionRoute
 from serve_app.errors import HandlerRejected
 from serve_app.protocols.openinference import errors
 from tests.support import protocol_fakes
+from tests.support.error_classes import list_subclasses
 from tests.support.openinference_requests import build_document
 
 
@@ -69,10 +70,7 @@ def test_models_without_a_signature_have_empty_metadata(send_request: Any) -> No
 
 
 def test_every_error_class_has_a_status() -> None:
-    def subclasses(cls: type) -> list[type]:
-        return [cls, *(sub for child in cls.__subclasses__() for sub in subclasses(child))]
-
-    for cls in subclasses(server_errors.RelayError):
+    for cls in list_subclasses():
         status = next(errors.TABLE[parent] for parent in [*cls.__mro__, Exception] if parent in errors.TABLE)
         assert 400 <= status < 600
     assert errors.find_status(ZeroDivisionError()) == 500

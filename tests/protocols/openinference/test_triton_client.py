@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
+
+from serve_app.domain.model import ModelRef
+from serve_app.domain.response_cache import CachePolicy
 
 pytestmark = pytest.mark.integration
 
@@ -225,3 +229,14 @@ def test_concurrent_requests_get_their_own_responses(client: Client, models: Any
         ]
         for n, request in enumerate(pending, 1):
             np.testing.assert_array_equal(request.get_result().as_numpy("x"), np.full((n, 2), n))
+
+
+def test_statistics_count_requests_of_the_response_cache(models: Any, client: Client) -> None:
+    route = models.reader.table.models["identity"].versions["1.0"]
+    models.put(ModelRef("identity", "1.0"), replace(route, response_cache=CachePolicy()))
+    answers = [client.infer("identity", inputs(x=ONES)).as_numpy("x") for _ in range(3)]
+    assert all((answer == ONES).all() for answer in answers)
+    [statistics] = client.get_inference_statistics("identity")["model_stats"]
+    stats = statistics["inference_stats"]
+    assert (stats["cache_hit"]["count"], stats["cache_miss"]["count"]) == (2, 1)
+    assert stats["success"]["count"] == 3

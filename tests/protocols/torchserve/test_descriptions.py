@@ -66,7 +66,8 @@ FULL = b"""[
 
 def test_describe_to_the_byte(management) -> None:
     app = management()
-    app.control_api.put(make_spec(min_workers=1, max_workers=1, device_type="gpu", device_ids=(0,)), WORKER)
+    spec = make_spec(min_workers=1, max_workers=1, device_type="gpu", device_ids=(0,))
+    app.control_api.put(replace(spec, digest=""), WORKER)
     app.control_api.metadata = {"data1": "1", "data2": "2"}
     response = app("GET", "/models/noop?customized=true")
     assert (response.status, response.body) == (200, FULL)

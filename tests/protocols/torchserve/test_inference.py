@@ -413,7 +413,7 @@ def test_every_answer_is_counted_and_logged(inference) -> None:
         "1.1",
         200,
     )
-    assert 0 < milliseconds < 1000
+    assert 0 < milliseconds < 60_000
     assert (request_id, model, version) == (response["x-request-id"], "m", "1.0")
     assert app.access_log[1][4] == 404
     assert app.access_log[1][7:9] == ("", "")

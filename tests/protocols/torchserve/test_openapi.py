@@ -265,3 +265,9 @@ def test_the_document_of_a_model_class_has_its_schemas(inference) -> None:
     assert operation["responses"]["200"]["content"] == {"*/*": {"schema": {"type": "number"}}}
     found = [type(error).__name__ for error in OpenAPIV31SpecValidator(document).iter_errors()]
     assert set(found) <= {"DuplicateOperationIDError"}
+
+
+def test_documents_of_the_author_without_schemas_leave_the_document_unchanged(inference) -> None:
+    versions = {"1.0": VersionRoute("1.0", "ready", 1, schemas={"documents": {"2.0": {"swagger": "2.0"}}})}
+    app = inference(table=RoutingTable(1, {"m": ModelRoute("1.0", versions)}, startup_complete=True))
+    assert json.loads(app("OPTIONS", "/predictions/m").body) == openapi.describe_model("m")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -99,3 +100,25 @@ async def chunks(request: InferenceRequest) -> ResponseStream:
             yield word
 
     return ResponseStream(InferenceResponse(b"", "text/plain", version="1.0"), split())
+
+
+def test_invocations_reach_the_only_model_and_a_form_may_name_another_one(inference: Any) -> None:
+    app = inference(table=table(READY))
+    for content_type in (None, "application/json", "text/csv"):
+        headers = {} if content_type is None else {"content-type": content_type}
+        response = app("POST", "/invocations", b"1", headers)
+        assert (response.status, response.body) == (200, b"1")
+        assert app.backend.requests[-1].model == "m0"
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert app("POST", "/invocations", b"model_name=none&data=1", form).status == 404
+    assert app("POST", "/invocations?model_name=none", b"1").status == 404
+    assert app("POST", "/invocations/m0", b"1").status == 404
+    assert app("POST", "/invocationsx", b"1").status == 404
+
+
+def test_the_version_is_that_of_mlflow(inference: Any) -> None:
+    app = inference(table=table(READY))
+    response = app("GET", "/version")
+    assert (response.status, response["content-type"]) == (200, "text/plain")
+    assert response.body.decode() == metadata.version("mlflow-skinny")
+    assert app("POST", "/version").status == app("GET", "/version/x").status == 404

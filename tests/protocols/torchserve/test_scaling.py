@@ -142,6 +142,34 @@ def test_two_worker_counts_configure_autoscaling(management) -> None:
     )
 
 
+def test_a_query_is_a_parameter_of_autoscaling(management) -> None:
+    app = management()
+    app.control_api.put(make_spec(min_workers=1, max_workers=4))
+    more = "autoscaling_policy=prometheus&autoscaling_query=sum(jobs)&target_value=10"
+    assert app("PUT", f"/models/noop?{more}").status == 202
+    requested = {"policy": "prometheus", "query": "sum(jobs)", "target_value": "10"}
+    assert app.control_api.operations.pop()[-1] == requested
+
+
+def test_a_program_sets_the_number_of_workers(management) -> None:
+    app = management()
+    app.control_api.put(make_spec())
+    requests = []
+
+    async def set_replicas(*request):
+        requests.append(request)
+        return {"replicas": 3, "running": 1, "min": 1, "max": 4}
+
+    app.control_api.set_replicas = set_replicas
+    for path, version in (("/models/noop/replicas", None), ("/models/noop/1.11/replicas", "1.11")):
+        response = app("PUT", path, b'{"replicas": 3}')
+        assert (response.status, json.loads(response.body)["running"]) == (200, 1)
+        assert requests.pop() == ("noop", version, 3)
+    for body in (b"", b"{", b"[]", b'{"replicas": -1}', b'{"replicas": "x"}', b'{"workers": 1}'):
+        assert app("PUT", "/models/noop/replicas", body).status == 400, body
+    assert requests == []
+
+
 def test_one_worker_count_reports_the_end_of_autoscaling(management) -> None:
     app = management()
     app.control_api.put(make_spec(min_workers=1, max_workers=4))

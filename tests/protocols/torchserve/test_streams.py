@@ -29,6 +29,7 @@ from serve_app.errors import HandlerRejected, QueueFull
 from serve_app.protocols.http import sse
 from serve_app.protocols.http.server import ray_bypass, websocket_protocol
 from serve_app.protocols.http.sse import encode_event
+from tests.support.protocol_servers import serve_app_over_http
 
 pytestmark = pytest.mark.integration
 
@@ -158,18 +159,8 @@ def test_comments_are_sent_while_idle(inference: Any, monkeypatch: pytest.Monkey
 @contextlib.contextmanager
 def listening(app: Any) -> Iterator[str]:
     """Serve the app on a port of its own; return the address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"ws://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+    with serve_app_over_http(app, timeout_graceful_shutdown=2) as address:
+        yield address.replace("http", "ws")
 
 
 def received(line: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -386,6 +377,38 @@ def test_other_closes_use_the_server_defaults(inference: Any) -> None:
             line.recv(60)
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1002
+
+
+@pytest.mark.usefixtures("rays_server")
+def test_stopping_server_ends_connections_after_their_requests(inference: Any) -> None:
+    started, release = threading.Event(), threading.Event()
+
+    async def waits(call: InferenceRequest) -> InferenceResponse:
+        started.set()
+        await asyncio.to_thread(release.wait, 60)
+        return InferenceResponse(call.inputs[0].value, version="1.0")
+
+    app = inference(waits).app
+    ray_bypass.set_app(app, 100)
+    with contextlib.ExitStack() as server:
+        address = server.enter_context(listening(ray_bypass.BypassMiddleware(app)))
+        with connect(f"{address}/predictions/m") as idle, connect(f"{address}/predictions/m") as busy:
+            busy.send("first")
+            busy.send("second")
+            assert started.wait(60)
+            stopping = threading.Thread(target=server.close)
+            stopping.start()
+            with pytest.raises(ConnectionClosed) as closed:
+                idle.recv(60)
+            busy.send("too late")
+            release.set()
+            assert [received(busy)[0], received(busy)[0]] == [["first"], ["second"]]
+            with pytest.raises(ConnectionClosed) as closed_later:
+                busy.recv(60)
+            stopping.join(60)
+    for error in (closed.value, closed_later.value):
+        assert error.rcvd is not None
+        assert (error.rcvd.code, error.rcvd.reason) == (1012, "The server stops. Connect again.")
 
 
 def test_exceeded_limits_close_the_connection(inference: Any) -> None:

@@ -47,6 +47,27 @@ def test_a_prediction_starts_no_task() -> None:
     assert samples["torchrelay_requests_total"] == samples["torchrelay_http_responses_total"] == 3
 
 
+@pytest.mark.parametrize("path", [b"/%70redictions/m", b"/predictions/%6d", b"/predictions/m?q=%20"])
+def test_a_path_with_escapes(path: bytes) -> None:
+    async def conversation(port: Port) -> None:
+        for count in (1, 2):
+            port.send(message(b"x").replace(b"/predictions/m", path, 1))
+            assert (await port.answered(count))[-1].body == b"x"
+        assert not tasks_of(port)
+
+    lines = talk(conversation).log.lines
+    assert {(line[2].partition("?")[0], line[7]) for line in lines} == {("/predictions/m", "m")}
+
+
+def test_an_escaped_path_of_another_route_is_a_tasks() -> None:
+    async def conversation(port: Port) -> None:
+        port.send(message(b"x").replace(b"/predictions/m", b"/%76x/m", 1))
+        assert tasks_of(port) == 1
+        assert (await port.answered(1))[-1].status == 404
+
+    talk(conversation)
+
+
 def test_the_setting_switches_callbacks_off() -> None:
     async def conversation(port: Port) -> None:
         port.send(message())
@@ -238,6 +259,37 @@ def test_a_stopping_server_answers_and_closes(gate: Gate) -> None:
         assert port.transport.is_closed
 
     talk(conversation, gate)
+
+
+@pytest.mark.parametrize("received", [0, 20, -3])  # bytes of the message that are here: none, or a part
+@pytest.mark.parametrize("size", [8, 1 << 20])  # of the body: for a callback, and for a task
+def test_a_stopping_server_receives_the_request_in_progress(received: int, size: int) -> None:
+    body = b"x" * size
+
+    async def conversation(port: Port) -> None:
+        port.send(message())
+        await port.answered(1)
+        data = message(body)
+        port.send(data[:received])
+        port.protocol.shutdown()
+        await asyncio.sleep(0.3 if received else 0)
+        assert not port.transport.is_closed
+        port.send(data[received:])
+        response = (await port.answered(2))[1]
+        assert (response["connection"], response.body) == ("close", body)
+        assert port.transport.is_closed
+
+    talk(conversation)
+
+
+def test_a_stopping_server_closes_idle_connections() -> None:
+    async def conversation(port: Port) -> None:
+        port.send(message())
+        await port.answered(1)
+        port.protocol.shutdown()
+        await wait_until(lambda: port.transport.is_closed)
+
+    talk(conversation)
 
 
 def test_a_large_body_is_parsed_in_a_task() -> None:

@@ -17,8 +17,11 @@ from serve_app.protocols.http.server import http_protocol, unix_listener
 
 
 @pytest.fixture(autouse=True)
-def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use a folder of the test; the path of a test's own folder is too long for a socket."""
+def sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Use a folder of the test; the path of a test's own folder is too long for a socket.
+
+    That one is created before, or all later ones would be in the folder of this test.
+    """
     with tempfile.TemporaryDirectory(prefix="http-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,13 +12,60 @@ import uvicorn
 from uvicorn.server import ServerState
 from websockets.frames import Frame, Opcode
 
-from serve_app.protocols.http.server.websocket_protocol import WebSocketProtocol
+from serve_app.protocols.http.server import unix_listener
+from serve_app.protocols.http.server.http_protocol import HttpProtocol
+from serve_app.protocols.http.server.websocket_protocol import ON_STOP, WebSocketProtocol
 from tests.support.wire_client import RecordingTransport, wait_until
 
 HANDSHAKE = (
     b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
     b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
 )
+
+
+def connect_http(state: ServerState) -> tuple[HttpProtocol, RecordingTransport]:
+    """Return the server's end of a new connection to an application that never answers."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    config = uvicorn.Config(app, http=HttpProtocol, ws=WebSocketProtocol, lifespan="off", log_config=None)
+    config.load()
+    protocol, transport = HttpProtocol(config, state, {}), RecordingTransport()
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
+def assert_refused(transport: RecordingTransport) -> None:
+    head = bytes(transport.written).lower()
+    assert head.startswith(b"http/1.1 503") and b"retry-after: 1\r\n" in head
+    assert transport.is_closed
+
+
+def test_handshakes_are_refused_while_the_server_stops() -> None:
+    async def run() -> None:
+        protocol, transport = connect_http(ServerState())
+        protocol.shutdown()  # it is idle, and is read for a moment longer
+        protocol.data_received(HANDSHAKE)
+        assert_refused(transport)
+        protocol, transport = connect_http(ServerState())
+        protocol.data_received(HANDSHAKE)
+        transport.protocol.shutdown()
+        assert_refused(transport)
+
+    asyncio.run(run())
+
+
+def test_connections_that_a_stopping_server_accepts_late_are_closed() -> None:
+    async def run() -> None:
+        server = unix_listener.Server(uvicorn.Config(lambda: None, lifespan="off"))
+        server.force_exit = True
+        server.servers = []
+        await server.shutdown()
+        _, transport = connect_http(server.server_state)
+        await wait_until(lambda: transport.is_closed)
+
+    asyncio.run(run())
 
 
 def encode(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
@@ -73,3 +121,22 @@ def test_small_fragments_of_a_message_are_joined(part: bytes) -> None:
         assert messages[0]["text"] == "a" + part.decode() * 10_000 + "b"
 
     talk(check)
+
+
+def test_the_scope_can_be_sent_to_another_process() -> None:
+    """Ray Serve's own proxy pickles it, for a gateway that HAProxy does not reach itself."""
+    scopes: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(pickle.loads(pickle.dumps(scope)))
+
+    async def run() -> None:
+        config = uvicorn.Config(app, http=HttpProtocol, ws=WebSocketProtocol, lifespan="off", log_config=None)
+        config.load()
+        protocol = HttpProtocol(config, ServerState(), {})
+        protocol.connection_made(RecordingTransport())
+        protocol.data_received(HANDSHAKE)
+        await wait_until(lambda: bool(scopes))
+        scopes[0]["extensions"][ON_STOP](lambda: None)
+
+    asyncio.run(run())

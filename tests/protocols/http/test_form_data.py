@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.domain.request import InputPart
 from serve_app.errors import InvalidBody
-from serve_app.protocols.torchserve.form_data import parse_body, parse_query, read_body
+from serve_app.protocols.http.form_data import parse_body, parse_query, read_body
 
 FORM = "multipart/form-data; boundary=XX"
 
