@@ -169,6 +169,10 @@ class ResourceNotFound(NotFound, reason="no_route"):
     template = "Requested resource is not found, please refer to API document."
 
 
+class DocumentVersionNotFound(NotFound, reason="no_document_version", fields=("version", "versions")):
+    template = "There is no version {version} of this model's document; there are {versions}."
+
+
 class PredictionNotFound(NotFound, reason="prediction_not_found", fields=("id",)):
     template = (
         "No asynchronous prediction {id} is kept here. One is kept until its document's time expires "

@@ -229,7 +229,9 @@ def _load(target: ModelTarget) -> tuple[handlers.LoadedHandler, type, Path]:
     entry = handlers.load(f"{file.name}{separator}{name}", file.parent, {})
     cls = getattr(entry.instance, "model_class", None)
     if cls is None:
-        raise HandlerLoadError(f"{file}: this is a handler without predict. Name a class with predict.")
+        raise HandlerLoadError(
+            f"{file}: this is a handler without predict. Name a class with predict, or use handlers.load."
+        )
     return entry, cls, file.parent
 
 

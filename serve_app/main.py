@@ -10,10 +10,9 @@ from serve_app.control.async_predictions.blob_store import parse_location
 from serve_app.deployments.applications import server_application
 from serve_app.deployments.gateway import Gateway
 from serve_app.deployments.management import Management
-from serve_app.settings import load
+from serve_app.settings import HOME, load
 from serve_app.telemetry import torchserve
 
-HOME_ENV = "TORCHRELAY_HOME"  # where relative paths of the settings start; the working directory when unset
 LOG_DIR_ENV = "LOG_LOCATION"  # TorchServe's variable for the folder of the logs
 METRICS_DIR_ENV = "METRICS_LOCATION"  # and for that of the metrics' logs
 
@@ -22,7 +21,7 @@ def build(args: dict[str, Any]) -> Any:
     """Build the Serve application from the ``args`` of configs/app.yaml."""
     settings = load(args, "the args of configs/app.yaml")
     if not settings.home:
-        settings = dataclasses.replace(settings, home=os.environ.get(HOME_ENV) or os.getcwd())
+        settings = dataclasses.replace(settings, home=os.environ.get(HOME) or os.getcwd())
     telemetry = dataclasses.replace(
         settings.telemetry,
         log_dir=os.environ.get(LOG_DIR_ENV) or settings.telemetry.log_dir,

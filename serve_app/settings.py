@@ -19,10 +19,12 @@ from serve_app.domain import traffic_policy as policies
 from serve_app.domain.access import KeyLimits
 from serve_app.domain.access_settings import JwtSettings, KeySettings
 from serve_app.domain.pool import PoolName, PoolSettings
+from serve_app.domain.recycling import Recycling
 from serve_app.errors import BadRequest, ConfigurationError
 
 MIB = 1 << 20
 
+HOME = "TORCHRELAY_HOME"  # where relative paths of the settings start; unset: the working directory
 # The variable in which `torchrelay start` passes the address that clients connect to.
 INFERENCE_HOST = "TORCHRELAY_INFERENCE_HOST"
 # The address of TLS and its certificate, from `torchrelay start` to HAProxy.
@@ -42,21 +44,33 @@ class ModelStoreSettings(_Section):
 
     model_store: str = "model_store"
     workflow_store: str = ""  # of .war archives; empty: model_store
-    # regular expressions; None: http(s) to public addresses, s3, gs and hf, and no file
+    # regular expressions; None: http(s) and oci to public addresses, s3, gs, az and hf, and no file
     allowed_urls: tuple[str, ...] | None = None
-    storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # to fsspec, by scheme
-    download_timeout: float = 120.0  # seconds, for the whole download
+    storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by scheme
+    download_timeout: float = 120.0  # seconds, for the whole download, or the listing of a folder
     max_archive_bytes: int = 64 * 1024 * MIB
     max_unpacked_bytes: int = 128 * 1024 * MIB
     max_ratio: float = 200.0  # unpacked : packed of a whole archive; more is a zip bomb
     max_files: int = 100_000
     max_depth: int = 64  # directory levels of an archive
     default_service_handler: str = ""
+    default_task: str = ""  # of Hugging Face folders
     # patterns of model names: their weights and folders may run code as they load
     trusted: tuple[str, ...] = ()
     # patterns of model names and URLs that need a signature by one of signature_keys
     require_signature: tuple[str, ...] = ()
     signature_keys: tuple[str, ...] = ()  # PEM texts or files: public keys, or an authority's certificates
+
+
+@dataclass(frozen=True)
+class RepositorySettings(_Section):
+    """A repository of models that the server follows: new, changed and removed ones are applied."""
+
+    url: str = ""  # a folder, or a folder of an object store; empty: none
+    period: Annotated[float, pydantic.Field(gt=0)] = 15.0  # seconds between two reads
+    marker: str = ""  # the file without which a version is not complete; empty: none is needed
+    latest_is_default: bool = False  # a model's highest version becomes its default once it is ready
+    dry_run: bool = False  # only log what would change
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ class RuntimeSettings(_Section):
     max_response_size: int = 0  # bytes of one row's answer; 0: no limit
     # of a response that is written as JSON, which has neither NaN nor infinity: null instead, or an error
     non_finite_numbers: Literal["null", "error"] = "null"
-    # body, json, kserve or kservev2; a model's own model-config.yaml has precedence
+    # body, json, kserve, kservev2 or vertex; a model's own model-config.yaml has precedence
     service_envelope: str = ""
     blacklist_env_vars: str = ""  # a regular expression: further variables that no handler sees
     # patterns of the server's secret variables that handlers see all the same
@@ -88,9 +102,12 @@ class RuntimeSettings(_Section):
     num_cpus: float = 0.0  # Ray CPUs that a replica claims, for placement
     num_gpus: float = 0.0
     pin: bool = False  # replicas without a GPU compute on cores of their own
+    recycling: Recycling = field(default_factory=Recycling)  # limits after which a replica is replaced
     install_py_dep_per_model: bool = False  # install each archive's requirements.txt for its replicas alone
     install_timeout: float = 600.0  # seconds, for one archive's
-    pip_index_url: str = ""  # the package index; empty: pip's own, or that of /etc/pip.conf; none: no index
+    # The package index; empty: pip's own, or that of /etc/pip.conf; none: no index; or the ARN of a
+    # repository of AWS CodeArtifact.
+    pip_index_url: str = ""
     pip_extra_index_urls: tuple[str, ...] = ()
     pip_find_links: tuple[str, ...] = ()  # folders of wheels, or pages with links to them
     pip_require_hashes: bool = False  # every requirement needs --hash
@@ -129,6 +146,8 @@ class ControlSettings(_Section):
     enable_model_api: bool = True
     # another program evicts models: a registration without room is 507 at once, a removal waits for replicas
     external_eviction: bool = False
+    prometheus_url: str = ""  # of the server that the autoscaling policy prometheus queries
+    prometheus_token: str = ""  # "env:NAME"
     load_models: str = "all"  # "all", "none", or "a.mar,name=b.mar"
     models: Mapping[str, Mapping[str, VersionSettings]] = field(default_factory=dict)  # by model and version
     traffic: Mapping[str, Mapping[str, Any]] = field(
@@ -149,8 +168,11 @@ class InferenceSettings(_Section):
     # to a request over clientTimeoutInMills: 504, or none at all
     late_response: Literal["send", "drop"] = "send"
     max_workflow_items: int = 1000  # of one request for which a step of a workflow runs once each
+    # of the stored responses of one process, all versions with response_cache together; 0: none is stored
+    max_cache_bytes: Annotated[int, pydantic.Field(ge=0)] = 256 * MIB
     # /ping: TorchServe's, or 200 without a body only while every model of the start-up can answer
     ping: Literal["torchserve", "ready"] = "torchserve"
+    aliases: Mapping[str, str] = field(default_factory=dict)  # further paths of routes, such as a platform's
     # how much of a handler's error a caller sees
     handler_errors: Literal["hidden", "message", "traceback"] = "hidden"
     serve_management: bool = False  # the management API on this port too
@@ -302,6 +324,7 @@ class ConsoleSettings(_Section):
 @dataclass(frozen=True)
 class Settings(_Section):
     store: ModelStoreSettings = field(default_factory=ModelStoreSettings)
+    repository: RepositorySettings = field(default_factory=RepositorySettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     control: ControlSettings = field(default_factory=ControlSettings)
     inference: InferenceSettings = field(default_factory=InferenceSettings)
@@ -351,13 +374,14 @@ class Settings(_Section):
     def secret_env_vars(self) -> frozenset[str]:
         """The variables that settings name with ``env:``."""
         values = [*(key.key for key in self.auth.keys), self.async_predictions.webhook_secret]
+        values.append(self.control.prometheus_token)
         return frozenset(value[len("env:") :] for value in values if value.startswith("env:"))
 
     def without_secrets(self) -> Settings:
         """Return the settings for a process that runs handlers: no database and no storage credentials."""
         return replace(
             self,
-            control=replace(self.control, database_url=""),
+            control=replace(self.control, database_url="", prometheus_url=""),
             store=replace(self.store, storage_options={}),
         )
 
@@ -431,6 +455,18 @@ def load(mapping: Mapping[str, Any] | None, where: str = "settings") -> Settings
         except BadRequest as error:
             raise ConfigurationError(where, f"control.traffic.{model}: {error}") from None
     return settings
+
+
+def read_secret(key: str, value: str, problem: str, environ: Mapping[str, str]) -> str:
+    """Return the variable that the setting ``key`` names by ``env:NAME``.
+
+    Raises ConfigurationError with ``problem`` where it does not name one that is set.
+    """
+    kind, _, name = value.partition(":")
+    if kind != "env" or not environ.get(name):
+        remedy = "write env: and a variable of the server's environment that holds it"
+        raise ConfigurationError(key, f"{problem}; {remedy}")
+    return environ[name]
 
 
 def is_loopback(host: str) -> bool:

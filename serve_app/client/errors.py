@@ -5,6 +5,8 @@ Where no server responds, httpx's own errors are raised; ``TransportError`` is t
 
 from __future__ import annotations
 
+import ssl
+import sys
 from typing import Any
 
 import httpx
@@ -176,6 +178,7 @@ _REASONS: dict[type[ServerError], tuple[str, ...]] = {
         "model_not_found",
         "version_not_found",
         "archive_not_found",
+        "no_document_version",
         "no_route",
         "experiment_not_found",
         "key_not_found",
@@ -238,6 +241,28 @@ _BY_STATUS: dict[int, type[ServerError]] = {
     503: UnavailableError,
     504: DeadlineExceededError,
 }
+
+
+def from_outcome(outcome: httpx.Response | TransportError) -> ServerError | TransportError:
+    """Return the error of a response, or that of the connection, with the address of a refused one."""
+    if not isinstance(outcome, TransportError):
+        return from_response(outcome)
+    is_refused = isinstance(outcome, httpx.ConnectError) and not _has_tls_cause(outcome)
+    if is_refused and sys.version_info >= (3, 11):
+        outcome.add_note(
+            f"No server responds at {outcome.request.url}. Start one with `torchrelay start`, or pass the "
+            "addresses of a server to the client."
+        )
+    return outcome
+
+
+def _has_tls_cause(error: BaseException | None) -> bool:
+    """Return whether a server has responded, and its TLS was not accepted."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def from_response(response: httpx.Response) -> ServerError:

@@ -145,7 +145,7 @@ class Client(_HttpClient):
                 outcome = error
             delay = attempts.retry_delay(outcome)
             if delay is None:
-                raise outcome if isinstance(outcome, Exception) else errors.from_response(outcome)
+                raise errors.from_outcome(outcome)
             time.sleep(delay)
 
 
@@ -202,5 +202,5 @@ class AsyncClient(_HttpClient):
                 outcome = error
             delay = attempts.retry_delay(outcome)
             if delay is None:
-                raise outcome if isinstance(outcome, Exception) else errors.from_response(outcome)
+                raise errors.from_outcome(outcome)
             await asyncio.sleep(delay)

@@ -78,6 +78,14 @@ class ModelOperations:
         return StreamDescriptor(request, _StageDecoder())
 
     @Operation
+    def all_events(self, /, **parameters: Any) -> RequestFlow[list[JsonObject]]:
+        """Return the events of the latest starts of all models, the newest first.
+
+        ``parameters`` are those of ``GET /events``: ``model``, ``stage`` and ``limit``.
+        """
+        return (yield from fetch_list(management_request("GET", "events", query=parameters), "events"))
+
+    @Operation
     def scale(self, /, model: str, version: str | None = None, **parameters: Any) -> RequestFlow[str]:
         """Change the number of workers of a version; ``parameters`` are those of ``PUT /models/{model}``."""
         request = management_request("PUT", "models", model, version, query=parameters, idle_timeout=None)

@@ -9,6 +9,7 @@ from nicegui import ui
 
 Points = Sequence[tuple[float, float | None]]
 _TEXT = "#7f8a96"  # legible on white and on black
+_MIN_SPAN_S = 60.0  # of a time axis
 _TITLE = {"fontSize": 14, "color": _TEXT, "fontWeight": "normal"}
 COLORS = ("#3b82c4", "#d9822b", "#2f9e6e", "#b5495b", "#7d5fb2", "#8a7a3c", "#3aa3a0", "#c06fa3")
 
@@ -36,7 +37,11 @@ def time_series(
         )
     return {
         **_base(title, unit),
-        "xAxis": {"type": "time", "axisLabel": {"color": _TEXT, "hideOverlap": True}},
+        "xAxis": {
+            "type": "time",
+            "axisLabel": {"color": _TEXT, "hideOverlap": True},
+            **_time_span(series.values()),
+        },
         "yAxis": _value_axis(),
         "legend": {"show": len(series) > 1, "bottom": 0, "textStyle": {"color": _TEXT}, "data": list(series)},
         "series": drawn,
@@ -120,6 +125,18 @@ def _base(title: str, unit: str = "") -> dict[str, Any]:
         "grid": {"left": 8, "right": 16, "top": 40, "bottom": 32, "containLabel": True},
         "tooltip": {"trigger": "axis", "confine": True},
     }
+
+
+def _time_span(series: Iterable[Points]) -> dict[str, float]:
+    """Return the limits of an axis that spans the points, and a minute at least.
+
+    The axis of a single point would span two days.
+    """
+    moments = [moment for points in series for moment, _ in points]
+    if not moments:
+        return {}
+    last = max(moments)
+    return {"min": 1000 * min(*moments, last - _MIN_SPAN_S), "max": 1000 * last}
 
 
 def _value_axis() -> dict[str, Any]:

@@ -18,6 +18,7 @@ InputKind = Literal["image", "text", "json", "audio", "tensors", "file", "chat"]
 KINDS: tuple[InputKind, ...] = get_args(InputKind)
 _MAX_FILE_BYTES = 10 << 20
 _CHAT_TASKS = ("text-generation",)
+_CHAT_HANDLERS = ("llm", "causal_lm", "image_text_to_text", "vllm_handler", "trt_llm_handler")
 # A file is read in the page and sent over its WebSocket.
 _READ_FILE = """
 async (event) => {
@@ -56,7 +57,7 @@ def select_kind(metadata: dict[str, Any], first: dict[str, Any]) -> tuple[InputK
     The metadata of a model class has the JSON schema of its input as ``schema``.
     """
     task, handler = first.get("task", ""), first.get("handler", "")
-    if task in _CHAT_TASKS or handler in ("llm", "causal_lm", "vllm_handler", "trt_llm_handler"):
+    if task in _CHAT_TASKS or handler in _CHAT_HANDLERS:
         return "chat", metadata
     input_schema = (first.get("schemas") or {}).get("input")
     if input_schema is not None and input_schema["mediaType"] in ("application/json", "text/plain"):
@@ -65,7 +66,7 @@ def select_kind(metadata: dict[str, Any], first: dict[str, Any]) -> tuple[InputK
     family = first.get("inputType", "").partition("/")[0]
     if task.startswith(("image-", "object-")) or family == "image":
         return "image", metadata
-    if family == "audio":
+    if family == "audio" or task == "automatic-speech-recognition":
         return "audio", metadata
     if metadata.get("inputs"):
         return "tensors", metadata

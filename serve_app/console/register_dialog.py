@@ -10,8 +10,7 @@ from typing import Any
 
 from nicegui import ui
 
-from serve_app.client import ServerError, TransportError
-from serve_app.console import formats
+from serve_app.client import ServerError, TransportError, formats
 from serve_app.console.layout import View
 
 _STAGES = ("accepted", "downloading", "unpacking", "checking", "installing", "starting", "loading", "warming")
@@ -83,6 +82,8 @@ def describe_stage(stage: str, details: dict[str, Any]) -> str:
         text += f" {details['percent']:.0f} % of {formats.size(details.get('total'))}"
     elif details.get("bytes"):
         text += f" {formats.size(details['bytes'])}"
+    if details.get("warnings"):
+        text += f": {'; '.join(details['warnings'])[:300]}"
     for key in ("line", "reason", "message", "waits_for"):
         if details.get(key):
             text += f": {str(details[key]).strip()[:300]}"

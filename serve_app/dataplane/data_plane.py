@@ -20,6 +20,7 @@ from typing import Protocol
 from serve_app.dataplane import workflow_signature
 from serve_app.dataplane.access_limits import Admission, KeyLimiter, count_rows, counts_tokens
 from serve_app.dataplane.experiment_collector import ExperimentCollector
+from serve_app.dataplane.response_cache import ResponseCache
 from serve_app.dataplane.routing import version_router
 from serve_app.dataplane.routing.version_router import VersionSelection
 from serve_app.dataplane.running_request import RequestRecorder, RunningRequest
@@ -100,6 +101,7 @@ class DataPlaneLimits:
     loading_timeout: float = 30.0  # seconds that a request waits for a version that is loading
     max_workflow_items: int = 1000  # of one step of a workflow
     gateways: int = 1  # which receive requests of every key
+    max_cache_bytes: int = 256 << 20  # of stored responses of all versions; 0: none is stored
 
 
 class DataPlane:
@@ -128,6 +130,7 @@ class DataPlane:
         self._wake = wake
         self._sequence_affinity = sequence_affinity
         self._limits = limits
+        self._response_cache = ResponseCache(meters, limits.max_cache_bytes)
         self.experiment_collector = ExperimentCollector()
         self._recorder = RequestRecorder(meters, self.experiment_collector, mirror)
         self.key_limiter = KeyLimiter(lambda: reader.table, limits.gateways)
@@ -206,6 +209,13 @@ class DataPlane:
             route.signature.check(map(_to_tensor, request.inputs))
         if route.client_timeout:
             self._limit_deadline(running, route)
+        backend = self._find_backend(running, route)
+        if route.response_cache is None:
+            return backend
+        return self._response_cache.wrap(running.request, selection, self._reader.table, backend)
+
+    def _find_backend(self, running: RunningRequest, route: VersionRoute) -> Backend:
+        request = running.request
         if route.stateful and self._sequence_affinity is not None:
             return TaskBackend(partial(self._infer_sequence, running, self._sequence_affinity))
         if (local := self._local.get((request.model, route.version))) is not None:

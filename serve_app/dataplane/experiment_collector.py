@@ -265,7 +265,8 @@ class ExperimentCollector:
             if not self._lost:
                 self._lost = True
                 log.warning(
-                    "Management fetches nothing: who was given which arm is remembered for no more calls"
+                    "Management has not fetched the exposures of experiments; the oldest are dropped, and "
+                    "their rewards will be refused"
                 )
         self._exposures[unit] = (choice.arm, choice.bucket)
 

@@ -9,8 +9,17 @@ from typing import Any
 
 AXES = ("variant", "workers", "batch_size", "threads", "max_batch_delay")  # in the order of the search
 PLAIN = "plain"
-# Keys that a candidate replaces; autoscaling would change its number of workers during a measurement.
-_REPLACED = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "threads", "autoscaling")
+# Keys that a candidate replaces or lacks: others would change its workers or answer during a measurement.
+_REPLACED = (
+    "minWorkers",
+    "maxWorkers",
+    "batchSize",
+    "maxBatchDelay",
+    "threads",
+    "autoscaling",
+    "recycling",
+    "response_cache",
+)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _DELAYS_MS = (1, 2, 5, 10, 20, 50)
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import httpx
 
-from serve_app.load_test.profile import LoadProfile, percentile
+from serve_app.client.prometheus_text import percentile
+from serve_app.load_test.profile import LoadProfile
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from serve_app.load_test.profile import LoadProfile, LoadRequest, LoadResult, percentile
+from serve_app.client.prometheus_text import percentile
+from serve_app.load_test.profile import LoadProfile, LoadRequest, LoadResult
 
 _TIMEOUT_CHECK_PERIOD = 0.02  # seconds between checks for requests that timed out
 _RECONNECT = 0.05  # seconds of a client's wait after a refused connection

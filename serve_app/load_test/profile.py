@@ -102,10 +102,3 @@ class LoadResult:
     @property
     def failed(self) -> int:
         return sum(self.errors.values())
-
-
-def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """Return the nearest-rank percentile of values in ascending order; NaN without values."""
-    if not ordered:
-        return math.nan
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import mimetypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from serve_app.load_test import generation_load, send
 from serve_app.load_test.candidate_deployments import TuningError
@@ -22,6 +23,8 @@ _MAX_STEP = 10  # times the given seconds, for slow models
 _LIMITS_PER_STEP = 10  # a queue that grows by a tenth has reached the limit by then
 _OPEN_CONNECTIONS = 256
 _TYPES = {".json": "application/json", ".txt": "text/plain"}
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,16 @@ class SampleRequests:
             raise TuningError(f"{error.filename} cannot be read: {error.strerror}.") from None
 
 
-class TrialLoad(Protocol):
-    """A load of one kind."""
+class TrialLoad(ABC, Generic[S]):
+    """A load of one kind; ``limit`` is in seconds, ``headers`` has the key of the inference port."""
 
-    def send_open(self, model: str, rate: float, length: int) -> LoadStep:
-        """Send requests at a rate, in ``length`` times the usual seconds."""
-
-    def send_closed(self, model: str, connections: int) -> LoadStep:
-        """Send requests of that many clients."""
-
-
-class PredictionLoad:
-    """A load of predictions; ``limit`` is in seconds, ``headers`` has the key of the inference port."""
+    min_requests = _MIN_REQUESTS
+    closed_length = 1  # of a closed loop, in the usual seconds
 
     def __init__(
         self,
         inference: str,
-        samples: SampleRequests,
+        samples: S,
         limit: float,
         seconds: float,
         headers: Callable[[], Mapping[str, str]],
@@ -77,15 +73,29 @@ class PredictionLoad:
         self._headers = headers
 
     def send_open(self, model: str, rate: float, length: int) -> LoadStep:
-        seconds = step_seconds(self._seconds * length, self._limit, rate)
-        return self._send(model, LoadProfile(_OPEN_CONNECTIONS, rate, seconds, **self._common))
+        """Send requests at a rate, in ``length`` times the usual seconds."""
+        seconds = step_seconds(self._seconds * length, self._limit, rate, self.min_requests)
+        return self._send(model, self._profile(_OPEN_CONNECTIONS, rate, seconds))
 
     def send_closed(self, model: str, connections: int) -> LoadStep:
-        return self._send(model, LoadProfile(connections, None, self._seconds, **self._common))
+        """Send requests of that many clients."""
+        return self._send(model, self._profile(connections, None, self._seconds * self.closed_length))
 
-    @property
-    def _common(self) -> dict[str, Any]:
-        return {"warmup": _WARMUP, "limit": self._limit, "timeout": request_timeout(self._limit)}
+    def _profile(self, connections: int, rate: float | None, seconds: float) -> LoadProfile:
+        return LoadProfile(
+            connections, rate, seconds, warmup=_WARMUP, limit=self._limit, timeout=self._request_timeout()
+        )
+
+    def _request_timeout(self) -> float:
+        return max(2.0, 5 * self._limit) if math.isfinite(self._limit) else 30.0  # far above the limit
+
+    @abstractmethod
+    def _send(self, model: str, profile: LoadProfile) -> LoadStep:
+        """Send the requests of a step."""
+
+
+class PredictionLoad(TrialLoad[SampleRequests]):
+    """A load of predictions."""
 
     def _send(self, model: str, profile: LoadProfile) -> LoadStep:
         request = LoadRequest(
@@ -111,22 +121,14 @@ class PredictionLoad:
         )
 
 
-class GenerationLoad:
+class GenerationLoad(TrialLoad[Sequence[Mapping[str, Any]]]):
     """A load of text generation over OpenAI's API; the limit is that of the time to first token."""
 
-    def __init__(
-        self,
-        inference: str,
-        bodies: Sequence[Mapping[str, Any]],
-        limit: float,
-        seconds: float,
-        headers: Callable[[], Mapping[str, str]],
-    ) -> None:
-        self._inference = inference
-        self._bodies = bodies
-        self._limit = limit
-        self._seconds = seconds
-        self._headers = headers
+    min_requests = _MIN_REQUESTS // 10
+    closed_length = 2
+
+    def _request_timeout(self) -> float:
+        return 60.0
 
     @staticmethod
     def parse(samples: SampleRequests) -> list[dict[str, Any]]:
@@ -154,19 +156,8 @@ class GenerationLoad:
             found.append(document)
         return found
 
-    def send_open(self, model: str, rate: float, length: int) -> LoadStep:
-        seconds = step_seconds(self._seconds * length, self._limit, rate, requests=_MIN_REQUESTS // 10)
-        return self._send(model, LoadProfile(_OPEN_CONNECTIONS, rate, seconds, **self._common))
-
-    def send_closed(self, model: str, connections: int) -> LoadStep:
-        return self._send(model, LoadProfile(connections, None, self._seconds * 2, **self._common))
-
-    @property
-    def _common(self) -> dict[str, Any]:
-        return {"warmup": _WARMUP, "limit": self._limit, "timeout": 60.0}
-
     def _send(self, model: str, profile: LoadProfile) -> LoadStep:
-        bodies = [{**body, "model": model} for body in self._bodies]
+        bodies = [{**body, "model": model} for body in self._samples]
         request = TokenLoadRequest(f"{self._inference}/v1", bodies, self._headers())
         result = generation_load.run(request, profile)
         return LoadStep(
@@ -194,8 +185,3 @@ class GenerationLoad:
 def step_seconds(seconds: float, limit: float, rate: float, requests: int = _MIN_REQUESTS) -> float:
     """Return the seconds of a step: enough requests for a p99, and for a growing queue to reach the limit."""
     return min(max(seconds, limit * _LIMITS_PER_STEP, requests / rate), seconds * _MAX_STEP)
-
-
-def request_timeout(limit: float) -> float:
-    """Return the seconds after which a request has failed: far above the limit."""
-    return max(2.0, 5 * limit) if math.isfinite(limit) else 30.0

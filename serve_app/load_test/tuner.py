@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from serve_app.client import Client, ServerError
 from serve_app.load_test.candidate import Candidate, SearchSpace
@@ -57,7 +58,7 @@ class Tuner:
 
     store: TrialStore
     deployments: CandidateDeployments
-    load: TrialLoad
+    load: TrialLoad[Any]
     limit: float
     report: Callable[[str, float], None]
     traffic: TrafficMonitor | None = None  # of the production model; None where it does not matter

@@ -113,7 +113,8 @@ def _wrk(command: list[str]) -> str:
     except FileNotFoundError as error:
         raise WrkError("wrk is not installed (its package has that name), or not on the PATH.") from error
     if done.returncode:
-        raise WrkError(
-            f"{' '.join(command)} ended with {done.returncode}: {(done.stderr or done.stdout).strip()}"
-        )
+        reason = (done.stderr or done.stdout).strip()
+        if reason.startswith("unable to connect"):
+            raise WrkError(f"No server responds at {command[-1]}: {reason}")
+        raise WrkError(f"{' '.join(command)} ended with {done.returncode}: {reason}")
     return done.stdout

@@ -79,6 +79,8 @@ class BatchExecution:
         self._calls = requests
         self._rejected: dict[int, RelayError] = {}
         self._emit = emit
+        # Only the batcher of whole batches reports which callers have left.
+        self._has_left: Callable[[int], bool] | None = getattr(emit, "has_left", None)
         self._version = version
         self._tensor_codec = tensor_codec
         self._max_response_size = limit
@@ -107,6 +109,7 @@ class BatchExecution:
             _RowViews(requests, codec.headers),
             _RowViews(requests, codec.parameters),
             self._on_emit,
+            self._has_left,
         )
         metrics = self.context.metrics
         if metrics is not None:
@@ -169,6 +172,8 @@ class BatchExecution:
                 self._rejected[place] = error
         emit, self._calls = self._emit, [self._calls[place] for place in kept]
         self._emit = lambda index, chunk: emit(kept[index], chunk)
+        if (has_left := self._has_left) is not None:
+            self._has_left = lambda index: has_left(kept[index])
         return data
 
     def _read_row(self, request: InferenceRequest, future: Future[Any] | None) -> Any:
@@ -274,6 +279,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return True
         if "CUDA" in text and "out of memory" in text:
+            return True
+        if "DefaultCPUAllocator: " in text:  # torch has no class for the host's
             return True
         error = error.__cause__
     return False

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
+from handlers import json_text
 from handlers.context import Row
 from serve_app.domain import exact_json, tensors
 from serve_app.domain.request import InferenceRequest, InputPart
@@ -58,7 +59,7 @@ def loads(value: bytes) -> Any:
     try:
         return exact_json.loads(value)
     except ValueError:  # NaN, Infinity and lone surrogates are JSON to the standard library
-        return json.loads(value.decode())
+        return json_text.loads(value.decode())
 
 
 def read_row(request: InferenceRequest, decoded: bool = True) -> dict[str, Any]:

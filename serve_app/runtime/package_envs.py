@@ -46,6 +46,7 @@ from typing import BinaryIO
 
 from serve_app.errors import InstallFailed
 from serve_app.model_store.atomic_dir import move_into_place, remove_stale, temporary_dir
+from serve_app.runtime import codeartifact
 from serve_app.runtime.requirements_file import RejectedLine, parse_requirements
 from serve_app.settings import RuntimeSettings
 
@@ -148,6 +149,7 @@ class PackageEnvs:
         # -u: each line reaches on_line at once. -I: neither the directory nor a variable adds a module.
         command = [str(work / "venv/bin/python"), "-u", "-I", "-m", "pip", "--isolated", "install"]
         command += ["--requirement", str(requirements), "--constraint", str(constraints)]
+        command += self._authorize_index(model, work)
         command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
         command += ["--cache-dir", str(self._root / ".cache"), *_pip_options(self._settings)]
         log.info("%s: installing %s", model, requirements.name)
@@ -160,6 +162,18 @@ class PackageEnvs:
             raise InstallFailed(model, _failure_message(last_lines, code, self._timeout))
         below.unlink()
         return packages
+
+    def _authorize_index(self, model: str, work: Path) -> list[str]:
+        """Return pip's option for an index with a token, which other users must not see in a command."""
+        if not codeartifact.is_arn(self._settings.pip_index_url):
+            return []
+        file = work / "index.txt"
+        file.touch(mode=0o600)
+        try:
+            file.write_text(f"--index-url {codeartifact.authorized_index(self._settings.pip_index_url)}\n")
+        except codeartifact.CodeArtifactError as error:
+            raise InstallFailed(model, f"runtime.pip_index_url: {error}") from None
+        return ["--requirement", str(file)]
 
     def _run(
         self, command: list[str], directory: Path, environment: dict[str, str], on_line: _OnLine | None
@@ -286,7 +300,7 @@ def _pip_options(settings: RuntimeSettings) -> list[str]:
     options = [] if settings.pip_allow_source_builds else ["--only-binary", ":all:"]
     if settings.pip_index_url == "none":
         options.append("--no-index")
-    elif settings.pip_index_url:
+    elif settings.pip_index_url and not codeartifact.is_arn(settings.pip_index_url):
         options += ["--index-url", settings.pip_index_url]
     for url in settings.pip_extra_index_urls:
         options += ["--extra-index-url", url]
@@ -312,6 +326,7 @@ def _environment_key(lines: Sequence[str], digest: str, settings: RuntimeSetting
         sysconfig.get_platform(),
         sorted(_own_requirements().items()),
         _pip_options(settings),
+        settings.pip_index_url,
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

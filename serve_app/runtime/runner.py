@@ -128,7 +128,8 @@ class Runner:
                 self._check = check if inspect.iscoroutinefunction(check) else None
             else:
                 entry.initialize(self._context)
-            self._handle = handlers.load_envelope(self._envelope)(entry).handle if self._envelope else entry
+            enveloped = handlers.load_envelope(self._envelope)(entry) if self._envelope else entry
+            self._handle = enveloped.handle
         except BaseException as error:
             raise self._start_failed(format_traceback(error), is_out_of_memory(error)) from None
         self._tensor_codec = self._make_codec(entry.instance)
@@ -244,10 +245,14 @@ class Runner:
         execution = self._execution(self._context, requests, emit)
         # A tuple of a list takes half the time of one of a generator, here 0.5 µs for each batch.
         token = logs.REQUESTS.set(tuple([request.request_id for request in requests]))
-        with self._trace(requests):
+        if tracing.has_traced(requests):
+            with self._trace(requests):
+                results = self._execute(execution, prepared)
+        else:
             results = self._execute(execution, prepared)
         logs.REQUESTS.reset(token)
-        self._log_failures(execution)
+        if execution.failures:
+            self._log_failures(execution)
         return results
 
     async def run_async(
@@ -444,6 +449,9 @@ async def _initialize(entry: handlers.LoadedHandler, context: Context) -> None:
 
 
 def _limit_schemas(schemas: Any) -> Mapping[str, Any] | None:
-    """Return a handler's schemas, unless they are too large for the routing table."""
-    is_small = isinstance(schemas, Mapping) and len(orjson.dumps(schemas)) <= _MAX_SCHEMA_BYTES
+    """Return a handler's schemas, unless they are no JSON, or too large for the routing table."""
+    try:
+        is_small = isinstance(schemas, Mapping) and len(orjson.dumps(schemas)) <= _MAX_SCHEMA_BYTES
+    except TypeError:
+        return None
     return schemas if is_small else None

@@ -7,8 +7,7 @@ from typing import Any
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
-from serve_app.client import ServerError, TransportError
-from serve_app.console import formats
+from serve_app.client import ServerError, TransportError, formats
 from serve_app.console.components import confirm, set_rows, table
 from serve_app.console.layout import View, console_page
 from serve_app.console.pages.try_it import show_response

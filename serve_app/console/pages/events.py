@@ -6,7 +6,7 @@ from typing import Any
 
 from nicegui import ui
 
-from serve_app.console import formats
+from serve_app.client import formats
 from serve_app.console.components import set_rows, table
 from serve_app.console.layout import View, console_page
 from serve_app.console.register_dialog import describe_stage
@@ -22,6 +22,7 @@ _STAGES = (
     "loading",
     "warming",
     "isolated",
+    "recycling",
 )
 _MAX_TEXT = 1000
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from nicegui import ui
 
-from serve_app.console import charts, formats
+from serve_app.client import formats
+from serve_app.console import charts
 from serve_app.console.components import badge, confirm, heading, set_rows, table
 from serve_app.console.layout import View, console_page
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from nicegui import ui
 
-from serve_app.console import charts, formats
+from serve_app.client import formats
+from serve_app.client.live_metrics import VersionFigures
+from serve_app.console import charts
 from serve_app.console.components import badge, confirm, heading, set_rows, table, text_block
 from serve_app.console.layout import View, console_page, run_in_page
 from serve_app.console.register_dialog import StartProgress
@@ -69,9 +71,10 @@ class _Model:
         return charts.time_series("99th percentile latency", "ms", series)
 
 
-def _value(figures: Any, attribute: str) -> float | None:
-    value = getattr(figures, attribute)
-    return None if value is None else round(value if attribute == "rate" else 1000 * value, 2)
+def _value(figures: VersionFigures, attribute: str) -> float | None:
+    if attribute == "rate":
+        return round(figures.rate, 2)
+    return None if figures.p99 is None else round(1000 * figures.p99, 2)
 
 
 class _Version:
@@ -111,7 +114,7 @@ class _Version:
         self._summary.set_text(
             f"Replicas: {bounds} · batch of at most {each['batchSize']}, {each['maxBatchDelay']} ms · "
             f"timeout {each['responseTimeout']:g} s · {each['jobQueueStatus']['pendingRequests']} queued · "
-            f"{each['modelUrl']}{_list_adapters(each)}"
+            f"{each['modelUrl']}{_list_adapters(each)}{self._describe_cache()}"
         )
         set_rows(self._replicas, [_replica_row(worker) for worker in each["workers"]])
         error = each.get("lastError", "")
@@ -120,6 +123,12 @@ class _Version:
             moment = formats.clock(formats.parse_time(each.get("lastErrorTime", "")))
             self._failure_title.set_text(f"Last failure of a replica, {moment}")
             self._failure_text.set_text(error)
+
+    def _describe_cache(self) -> str:
+        """Return the share of requests that the response cache answered lately; empty without one."""
+        figures = self._view.metrics.versions.get((self._model, self._version))
+        ratio = figures.cache_hit_ratio if figures is not None else None
+        return "" if ratio is None else f" · {100 * ratio:.0f} % of the requests from the response cache"
 
     def _open_scale(self) -> None:
         view = self._view

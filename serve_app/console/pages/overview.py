@@ -8,8 +8,10 @@ from typing import Any
 
 from nicegui import ui
 
-from serve_app.console import charts, formats
+from serve_app.client import formats
+from serve_app.console import charts
 from serve_app.console.components import figures, heading, set_rows, table
+from serve_app.console.first_steps import FirstSteps
 from serve_app.console.layout import View, console_page
 from serve_app.console.register_dialog import open_dialog
 
@@ -34,6 +36,7 @@ class _Overview:
         self._listed_at = 0.0
         self._replicas: dict[tuple[str, str], str] = {}  # by state and node, of the shown versions
         self._start = 0
+        self._first_steps = FirstSteps(view, self._list_again)
         self._figures = figures(
             "Requests/s", "Errors/s", "p50", "p99", "Queued rows", "Replicas", "Memory", "GPU"
         )
@@ -76,6 +79,7 @@ class _Overview:
             names = await self._view.load(self._view.client.models())
             if names is not None:
                 self._names, self._listed_at = names, asyncio.get_running_loop().time()
+                await self._first_steps.refresh([entry["modelName"] for entry in names])
                 await self._describe_shown()
         self._show_figures()
         self._show_models()

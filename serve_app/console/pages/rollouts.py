@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from nicegui import ui
 
-from serve_app.client import NotFoundError
-from serve_app.console import charts, formats
+from serve_app.client import NotFoundError, formats
+from serve_app.console import charts
 from serve_app.console.components import badge, confirm, heading, set_rows, table, tone
 from serve_app.console.layout import View, console_page
 

@@ -12,8 +12,8 @@ from typing import Any
 from nicegui import ui
 from PIL import Image
 
-from serve_app.client import NotFoundError
-from serve_app.console import charts, formats
+from serve_app.client import NotFoundError, formats
+from serve_app.console import charts
 from serve_app.console.components import confirm, figures, heading, set_rows, table, text_block
 from serve_app.console.layout import View, console_page
 

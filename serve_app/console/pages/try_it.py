@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 from nicegui import ui
 
-from serve_app.client import Prediction, ServerError, TransportError
-from serve_app.console import charts, formats
+from serve_app.client import Prediction, ServerError, TransportError, formats
+from serve_app.console import charts
 from serve_app.console.code_samples import CodeSamples
 from serve_app.console.components import figures, heading, set_rows, table, text_block
 from serve_app.console.forms import KINDS, InputForm, InputKind, RequestContent, detect_kind, show_media

@@ -1,0 +1,1 @@
+"""Captured requests and responses: their files, features and upload."""

@@ -1,0 +1,1 @@
+"""The choice of the version and of the replica that run a request."""

@@ -225,7 +225,7 @@ class ShadowMirror:
         except RelayError as error:
             return self._count(mirror_queue, "error", error.reason)
         seconds = time.perf_counter() - started
-        self._meters.shadow_latency(ref.name, ref.version, seconds)
+        self._meters.instrument("torchrelay_shadow_latency_seconds", ref.name, ref.version).observe(seconds)
         if isinstance(shadow_response, ResponseStream):
             await shadow_response.aclose()
             return self._count(mirror_queue, "error", "stream")
@@ -234,7 +234,7 @@ class ShadowMirror:
         )
         self._meters.shadow(ref.name, ref.version, "agreed" if found.agreed else "disagreed")
         if found.measures.get("label_flipped"):
-            self._meters.shadow_flip(ref.name, ref.version)
+            self._meters.instrument("torchrelay_shadow_label_flips", ref.name, ref.version).inc()
         mirror_queue.stats.record_comparison(found, copy.seconds, seconds, kept)
 
     def _count(self, mirror_queue: _MirrorQueue, outcome: Any, reason: str) -> None:

@@ -1,0 +1,1 @@
+"""Batchers: the queue of a version's rows, and the batches that its handler thread runs."""

@@ -209,6 +209,11 @@ class StreamBuffer(AsyncIterator[bytes]):
         self._ended = False
         self._error: RelayError | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it is complete, has failed, or has no reader any more."""
+        return self._ended
+
     def append(self, chunk: bytes) -> None:
         if self._ended:
             return
@@ -262,6 +267,11 @@ class PendingRequest:
     def is_done(self) -> bool:
         """Return whether no client waits for the outcome; a stream may continue."""
         return self.on_done is None
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether nobody reads the outcome or the rest of its stream. Any thread may read it."""
+        return self.on_done is None and (self.stream is None or self.stream.has_ended)
 
     def add_chunk(
         self, chunk: bytes | InferenceResponse, on_disconnect: Callable[[], None] = _ignore_disconnect

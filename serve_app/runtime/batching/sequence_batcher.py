@@ -334,7 +334,8 @@ class SequenceBatcher(RequestBatcher):
         while sequence.waiting:
             row = sequence.waiting.popleft()
             row.resolve(SequenceLost(self._ref.name, sequence.name, message))
-        self._meters.sequence_ended(self._ref.name, self._ref.version, reason)
+        ref = self._ref
+        self._meters.instrument("torchrelay_sequences_ended", ref.name, ref.version, reason).inc()
         self._on_end(sequence.name, reason)
 
     def _forget(self, sequence: OpenSequence) -> None:
@@ -348,7 +349,8 @@ class SequenceBatcher(RequestBatcher):
             self._all_ended = self._all_ended if self._rejection_reason else asyncio.Event()
 
     def _report_count(self) -> None:
-        self._meters.sequences(self._ref.name, self._ref.version, len(self._open))
+        ref = self._ref
+        self._meters.instrument("torchrelay_sequences", ref.name, ref.version).set(len(self._open))
 
     # Expired rows and disconnected clients
 

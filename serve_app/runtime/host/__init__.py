@@ -1,0 +1,1 @@
+"""The resources of a host: cores, threads and memory of a replica."""

@@ -1,0 +1,1 @@
+"""Versions that share a process: their cache, budget of memory, and leaks."""

@@ -106,6 +106,6 @@ class HostReporter:
             ref = version.spec.ref
             busy[ref] = version.busy_seconds
             share = max(0.0, busy[ref] - self._busy.get(ref, 0.0)) / seconds
-            loaded[ref] = LoadedVersion(version.revision, version.memory.host, version.memory.device, share)
+            loaded[ref] = LoadedVersion(version.revision, version.memory.host, share)
         self._busy = busy
         return loaded
