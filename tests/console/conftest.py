@@ -129,6 +129,7 @@ class FakeServer:
     control_api: FakeControlAPI
     management: str
     inference: str
+    meters: Meters
 
 
 @pytest.fixture
@@ -154,6 +155,6 @@ def fake_server(over_http: Callable[..., str]) -> Callable[..., FakeServer]:
         control = ControlPlane(control_api, settings, lambda: access)
         management = over_http(management_app(control, settings, render=render))
         inference = over_http(inference_app(plane, settings, meters, control=control))
-        return FakeServer(control_api, management, inference)
+        return FakeServer(control_api, management, inference, meters)
 
     return build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -160,6 +161,20 @@ def test_markup_in_names_and_logs_is_shown_as_text(
         assert not visitor.problems
 
 
+@pytest.mark.slow
+def test_latencies_of_few_requests_are_exact(
+    fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
+) -> None:
+    server = fake_server()
+    add_model(server)
+    for seconds in (0.212, 0.034, 0.012):
+        server.meters.request("m", "1.0", "ok", seconds)
+    with running_console(server.management, server.inference, server.management) as origin:
+        row = visit(origin).open("/").get_by_role("row").filter(has_text="1.0")
+        row.get_by_text("34.0 ms", exact=True).wait_for()
+        row.get_by_text("212 ms", exact=True).wait_for()
+
+
 @pytest.mark.nightly
 def test_ten_thousand_models_are_paged_and_filtered(
     fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
@@ -279,3 +294,32 @@ def test_keyboard_alone_reaches_the_model(
                 break
         page.keyboard.press("Enter")
         page.get_by_role("heading", name="m", exact=True).wait_for()
+
+
+@pytest.mark.slow
+def test_the_first_steps_begin_with_a_registration_and_end_with_an_experiment(
+    fake_server: Callable[..., FakeServer], visit: Callable[..., Visitor]
+) -> None:
+    server = fake_server()
+    with running_console(server.management, server.inference, server.management) as origin:
+        visitor = visit(origin)
+        page = visitor.open("/")
+        steps = page.get_by_role("region", name="First steps")
+        steps.get_by_text("torchrelay models register ./model.mar").wait_for()
+        steps.get_by_role("button", name="Add a model").click()
+        page.get_by_label("Archive or URL").wait_for()
+        add_model(server)
+        visitor.open("/")
+        steps.get_by_text(f"curl {server.inference}/predictions/m").wait_for()
+        steps.get_by_text("register a second version of m").wait_for()
+        server.control_api.specs["m"]["2.0"] = replace(server.control_api.specs["m"]["1.0"], version="2.0")
+        server.control_api.status[ModelRef("m", "2.0")] = ModelStatus("ready", 0)
+        visitor.open("/")
+        steps.get_by_text(f"curl -X POST {server.management}/models/m/experiments").wait_for()
+        visitor.assert_accessible()
+        steps.get_by_role("link", name="Try it in a form").click()
+        page.get_by_role("button", name="Send").wait_for()
+        visitor.open("/")
+        steps.get_by_role("button", name="Hide").click()
+        steps.wait_for(state="hidden")
+        assert not visitor.problems

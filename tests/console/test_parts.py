@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.console import formats
+from serve_app.client import formats
+from serve_app.client.prometheus_text import parse, quantile
+from serve_app.console import charts
 from serve_app.console.code_samples import CodeSamples
 from serve_app.console.forms import RequestContent, example_tensors, example_text, select_kind
 from serve_app.console.pages.overview import count_replicas
 from serve_app.console.pages.traffic import balance, to_basis_points
 from serve_app.console.pages.workflows import list_edges, place_steps
-from serve_app.console.prometheus_text import parse, quantile
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcde"), st.floats(0, 100), min_size=1)
 
@@ -51,7 +52,18 @@ def test_quantiles_are_those_of_prometheus(q: float, expected: float) -> None:
     assert quantile([(0.1, 10), (0.5, 90), (math.inf, 100)], q) == pytest.approx(expected)
 
 
+def test_a_time_axis_spans_its_points_and_a_minute_at_least() -> None:
+    def limits(*moments: float) -> tuple[float, float] | None:
+        axis = charts.time_series("t", "", {"a": [(moment, 1.0) for moment in moments], "b": []})["xAxis"]
+        return (axis["min"] / 1000, axis["max"] / 1000) if "min" in axis else None
+
+    assert limits(1000.0) == limits(970.0, 1000.0) == (940.0, 1000.0)
+    assert limits(500.0, 1000.0) == (500.0, 1000.0)
+    assert limits() is None
+
+
 def test_quantile_of_nothing_is_unknown() -> None:
+    assert formats.milliseconds(None) == "–"
     assert quantile([], 0.5) is None
     assert quantile([(0.1, 0), (math.inf, 0)], 0.5) is None
 
@@ -118,6 +130,8 @@ def test_a_model_class_has_the_form_of_its_annotation() -> None:
     described = {"schemas": {"input": {"mediaType": "image/*", "schema": {}}}, "inputType": "image/*"}
     assert select_kind({}, described)[0] == "image"
     assert select_kind(tensors, {})[0] == "tensors"
+    assert select_kind({}, {"task": "automatic-speech-recognition"})[0] == "audio"
+    assert select_kind({}, {"handler": "image_text_to_text"})[0] == "chat"
 
 
 def test_example_tensors_have_the_shape_of_the_signature() -> None:

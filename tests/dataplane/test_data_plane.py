@@ -28,7 +28,7 @@ from serve_app.errors import (
     VersionNotFound,
 )
 from serve_app.telemetry.metrics import Meters
-from tests.support.coroutine_backend import CoroutineBackend
+from tests.support.coroutine_backend import CoroutineBackend, Pieces, table
 
 
 class Echo(CoroutineBackend):
@@ -39,22 +39,6 @@ class Echo(CoroutineBackend):
 
     async def infer(self, call: InferenceRequest) -> InferenceResponse | ResponseStream:
         return InferenceResponse(self.name.encode())
-
-
-class Pieces(CoroutineBackend):
-    async def infer(self, call: InferenceRequest) -> InferenceResponse | ResponseStream:
-        async def bodies():
-            for piece in (b"a", b"b", b"c"):
-                yield piece
-
-        return ResponseStream(InferenceResponse(b""), bodies())
-
-
-def table(generation: int = 1, **phases: str) -> RoutingTable:
-    versions = {
-        v: VersionRoute(v, p, replicas=int(p == "ready"), job_queue_size=2) for v, p in phases.items()
-    }
-    return RoutingTable(generation, {"m": ModelRoute(next(iter(phases)), versions)}, startup_complete=True)
 
 
 def plane(reader: RoutingTableReader, meters: Meters | None = None, **more) -> DataPlane:

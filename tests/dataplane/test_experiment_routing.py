@@ -12,7 +12,7 @@ import pytest
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
 from serve_app.domain.experiment import Reward
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
-from serve_app.domain.routing_table import ModelRoute, RoutingTable, VersionRoute
+from serve_app.domain.routing_table import ModelRoute, RoutingTable
 from serve_app.domain.traffic_policy import ActiveSplit, StickyKey, allocate
 from serve_app.errors import (
     DeadlineExceeded,
@@ -25,23 +25,7 @@ from serve_app.errors import (
     ReplicaDied,
 )
 from serve_app.telemetry.metrics import Meters
-from tests.support.coroutine_backend import CoroutineBackend
-
-
-class Pieces(CoroutineBackend):
-    async def infer(self, call: InferenceRequest) -> InferenceResponse | ResponseStream:
-        async def bodies():
-            for piece in (b"a", b"b", b"c"):
-                yield piece
-
-        return ResponseStream(InferenceResponse(b""), bodies())
-
-
-def table(generation: int = 1, **phases: str) -> RoutingTable:
-    versions = {
-        v: VersionRoute(v, p, replicas=int(p == "ready"), job_queue_size=2) for v, p in phases.items()
-    }
-    return RoutingTable(generation, {"m": ModelRoute(next(iter(phases)), versions)}, startup_complete=True)
+from tests.support.coroutine_backend import CoroutineBackend, Pieces, table
 
 
 class TestTrials:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ import pytest
 from serve_app.load_test import generation_load
 from serve_app.load_test.generation_load import TokenLoadRequest, TokenLoadResult
 from serve_app.load_test.profile import LoadProfile
+from tests.support.http_server import running
 
 pytestmark = pytest.mark.integration
 
@@ -67,12 +67,9 @@ class TokenHandler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def token_server() -> Iterator[TokenServer]:
-    with TokenServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    server = TokenServer()
+    with running(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def send(server: TokenServer, *bodies: dict[str, Any], **options: Any) -> TokenLoadResult:

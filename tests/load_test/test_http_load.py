@@ -238,7 +238,7 @@ class TestWrk:
                 wrk.run(LoadRequest(server.base + "/ok"), LoadProfile(**how))
 
     def test_nobody_listening_is_wrk_s_own_word(self):
-        with pytest.raises(wrk.WrkError, match="unable to connect"):
+        with pytest.raises(wrk.WrkError, match=r"No server responds at http.*unable to connect"):
             wrk.run(LoadRequest("http://127.0.0.1:1/"), LoadProfile(seconds=1, warmup=0))
 
 

@@ -68,7 +68,7 @@ def served(make_runner):
         runner = make_runner(HANDLER)
         runner.load()
         made = Batcher(runner.run, ModelRef("m", "1.0"), Meters(), prepare=runner.prepare, **settings)
-        made.handler = runner._handle.instance
+        made.handler = runner._handle.__self__
         return made
 
     return make

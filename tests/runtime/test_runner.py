@@ -237,3 +237,17 @@ def handle(data, context):
     runner.run([make_request()], lambda index, chunk: chunks.append((chunk.body, threading.get_ident())))
     assert [body for body, _ in chunks] == [b"piece"]
     assert chunks[0][1] != threading.get_ident()
+
+
+@pytest.mark.parametrize("example", ["2**70", "'\\ud800'", "object()", "'a' * 40_000"])
+def test_schemas_that_the_routing_table_cannot_hold_are_none(load_runner, example):
+    runner = load_runner(f"""
+import torchrelay
+
+class Handler:
+    schemas = {{"input": {{"schema": {{"example": {example}}}}}}}
+
+    def handle(self, data, context):
+        return data
+""")
+    assert runner.schemas is None

@@ -90,6 +90,7 @@ def test_the_handler_of_the_spec_overrides_the_manifest(load_runner):
             "handler.py",
             "CUDA out of memory",
         ),
+        ("import torch\ntorch.empty(2**46)", StartOutOfMemory, "handler.py", "can't allocate memory"),
         ("raise MemoryError('while importing')", StartOutOfMemory, "handler.py", "while importing"),
     ],
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from serve_app.control.drift.destination import CaptureDestination
 from serve_app.dataplane.capture import upload as capture_upload
@@ -20,6 +19,7 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
 from serve_app.settings import ModelStoreSettings, Settings, TelemetrySettings
 from tests.support.ports import free_port
+from tests.support.s3_server import running_s3
 
 pytestmark = pytest.mark.integration
 
@@ -59,26 +59,20 @@ def test_files_wait_until_the_store_is_reachable(tmp_path: Path, monkeypatch: py
     recorder.offer(InferenceRequest("m", inputs=(InputPart("body", b"1"),)), InferenceResponse(b"2"))
     recorder.close()
     (file,) = tmp_path.iterdir()
-    s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    servers = contextlib.ExitStack()
 
     async def upload() -> None:
         task = asyncio.create_task(capture_upload.upload_files(recorder, LocalManagement(settings), REF))
         await wait(lambda: "s3://captured/here cannot be written" in (recorder._errors.last))
         assert file.exists(), "it is sent again"
-        await asyncio.to_thread(s3.start)
-        client = boto3.client(
-            "s3", "us-east-1", endpoint_url=address, aws_access_key_id="any", aws_secret_access_key="any"
-        )
-        await asyncio.to_thread(lambda: client.create_bucket(Bucket="captured"))
+        client = await asyncio.to_thread(servers.enter_context, running_s3("captured", port))
         await wait(lambda: not file.exists())
         found = client.get_object(Bucket="captured", Key=f"here/m/1.0/{file.name}")
         assert b'"request_id"' in found["Body"].read()
         task.cancel()
 
-    try:
+    with servers:
         asyncio.run(upload())
-    finally:
-        s3.stop()
 
 
 def test_a_store_that_stays_down_loses_the_oldest_files_which_are_counted(tmp_path: Path) -> None:

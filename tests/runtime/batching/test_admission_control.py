@@ -16,6 +16,7 @@ from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.continuous_batcher import ContinuousBatcher
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.telemetry.metrics import Meters
+from tests.support.batcher_fakes import until
 
 REF = ModelRef("m", "1.0")
 
@@ -68,14 +69,6 @@ EVERY = pytest.mark.parametrize(
     ids=["batches", "continuous", "concurrent"],
 )
 QUEUED = pytest.mark.parametrize("kind", [Batcher, ContinuousBatcher])
-
-
-async def until(condition) -> None:
-    async def turn() -> None:
-        while not condition():
-            await asyncio.sleep(0)
-
-    await asyncio.wait_for(turn(), 60)
 
 
 @EVERY

@@ -102,7 +102,7 @@ def engine(make_runner):
                 handler_thread=handler_thread,
                 **self.settings,
             )
-            self.batcher.handler = self.runner._handle.instance
+            self.batcher.handler = self.runner._handle.__self__
             return self.batcher
 
         async def __aexit__(self, *_):

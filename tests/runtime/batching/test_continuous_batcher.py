@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 
@@ -17,6 +16,7 @@ from serve_app.runtime.batching.continuous_batcher import ContinuousBatcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.telemetry.metrics import Meters
+from tests.support.batcher_fakes import run_in_event_loop, until
 
 pytestmark = pytest.mark.integration
 
@@ -72,14 +72,6 @@ def make_request(text, name="", **more):
     )
 
 
-def asynchronous(test):
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
-
-    return run
-
-
 @pytest.fixture
 def counted(make_runner):
     """Return a batcher over the handler above, and the rows of each step; a step waits for ``turn`` where one
@@ -111,15 +103,7 @@ async def chunks(answer):
     )
 
 
-async def until(condition):
-    async def turn():
-        while not condition():
-            await asyncio.sleep(0)
-
-    await asyncio.wait_for(turn(), 60)
-
-
-@asynchronous
+@run_in_event_loop
 async def test_a_row_stays_until_its_criterion_says_so(counted):
     meters = Meters()
     batcher, steps = counted(meters=meters)
@@ -134,7 +118,7 @@ async def test_a_row_stays_until_its_criterion_says_so(counted):
     await batcher.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_rows_join_between_two_steps_as_far_as_there_is_room(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, max_batch_size=2)
@@ -149,7 +133,7 @@ async def test_rows_join_between_two_steps_as_far_as_there_is_room(counted):
     await batcher.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_caller_that_leaves_frees_its_place(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, max_batch_size=1)
@@ -168,7 +152,7 @@ async def test_a_caller_that_leaves_frees_its_place(counted):
     await batcher.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_deadline_ends_a_row_in_mid_stream_and_one_that_waits(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, max_batch_size=1)
@@ -184,7 +168,7 @@ async def test_a_deadline_ends_a_row_in_mid_stream_and_one_that_waits(counted):
     await batcher.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_criterion_that_raises_fails_its_row_and_a_handler_that_does_all_of_them(counted):
     batcher, _ = counted()
     good, bad = await asyncio.gather(
@@ -201,7 +185,7 @@ async def test_a_criterion_that_raises_fails_its_row_and_a_handler_that_does_all
     await batcher.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_kinds_do_not_mix_and_a_full_queue_refuses(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn, queue_size=1)
@@ -225,7 +209,7 @@ async def test_kinds_do_not_mix_and_a_full_queue_refuses(counted):
     await batcher.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_copies_for_a_shadow_wait_until_nobody_else_is_there(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn)
@@ -241,7 +225,7 @@ async def test_copies_for_a_shadow_wait_until_nobody_else_is_there(counted):
     await batcher.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_handler_that_does_not_come_back_is_given_up(counted):
     turn = threading.Semaphore(0)
     hung = []
@@ -257,7 +241,7 @@ async def test_a_handler_that_does_not_come_back_is_given_up(counted):
     turn.release(9)
 
 
-@asynchronous
+@run_in_event_loop
 async def test_close_lets_streams_come_to_their_end(counted):
     turn = threading.Semaphore(0)
     batcher, steps = counted(turn)
@@ -272,7 +256,7 @@ async def test_close_lets_streams_come_to_their_end(counted):
     await closing
 
 
-@asynchronous
+@run_in_event_loop
 async def test_rows_for_a_stream_of_the_same_sequence_join_it(counted):
     """The way to cancel: a second call of the sequence meets the first one's stream in the handler."""
     turn = threading.Semaphore(0)
@@ -306,7 +290,7 @@ def test_samples_run_until_they_stop(make_runner):
     )
     runner.load()
     runner.warm_up()
-    ended = type(runner._handle.instance).sequence_ended.__globals__["ENDED"]
+    ended = type(runner._handle.__self__).sequence_ended.__globals__["ENDED"]
     assert ended == [("warm-up-0", "ended"), ("warm-up-0", "ended"), ("warm-up-1", "ended")]
     cache = runner._context.cache
     assert not [name for name in cache if isinstance(name, str)], "each came to its end"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 
@@ -27,41 +26,10 @@ from serve_app.runtime.batching.batcher import Batcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.telemetry.metrics import Meters
+from tests.support.batcher_fakes import Clock, run_in_event_loop, until
 
 REF = ModelRef("m", "1.0")
 KEYS = SequenceHeaders("seq", "seq-start", "seq-end")
-
-
-class Clock:
-    """Time that a test lets go by, and the timers that it then lets fire."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self._timers: list[_Timer] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def later(self, delay, callback, *args):
-        timer = _Timer(self.now + delay, functools.partial(callback, *args))
-        self._timers.append(timer)
-        return timer
-
-    def pass_by(self, seconds: float) -> None:
-        self.now += seconds
-        due = [timer for timer in self._timers if timer.at <= self.now]
-        self._timers = [timer for timer in self._timers if timer.at > self.now]
-        for timer in due:
-            if not timer.over:
-                timer.callback()
-
-
-class _Timer:
-    def __init__(self, at, callback) -> None:
-        self.at, self.callback, self.over = at, callback, False
-
-    def cancel(self) -> None:
-        self.over = True
 
 
 class Model:
@@ -123,23 +91,7 @@ def of(reply):
     return dict(reply.headers)
 
 
-async def until(condition):
-    async def turn():
-        while not condition():
-            await asyncio.sleep(0)
-
-    await asyncio.wait_for(turn(), 60)
-
-
-def asynchronous(test):
-    @functools.wraps(test)
-    def run(**fixtures):
-        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
-
-    return run
-
-
-@asynchronous
+@run_in_event_loop
 async def test_a_long_name_is_refused():
     sequences = made(Model())
     with pytest.raises(BadRequest, match="seq has 513 characters"):
@@ -148,7 +100,7 @@ async def test_a_long_name_is_refused():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_request_without_a_name_starts_a_sequence_and_gets_its_name():
     sequences = made(Model())
     first = await sequences.infer(make_request(3))
@@ -160,7 +112,7 @@ async def test_a_request_without_a_name_starts_a_sequence_and_gets_its_name():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_rows_of_a_sequence_run_in_order_and_never_two_in_a_batch():
     model = Model(held=True)
     sequences = made(model)
@@ -178,7 +130,7 @@ async def test_rows_of_a_sequence_run_in_order_and_never_two_in_a_batch():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_stream_ends_before_the_next_row_of_its_sequence_runs_unless_they_may_overlap():
     for overlap in (False, True):
         model = Model(held=True)
@@ -200,7 +152,7 @@ async def test_a_stream_ends_before_the_next_row_of_its_sequence_runs_unless_the
         await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_caller_or_a_handler_ends_a_sequence_and_frees_its_place():
     reported, meters = Answered(), Meters()
     sequences = made(Model(), meters, max_sequences=2, on_end=reported)
@@ -224,7 +176,7 @@ async def test_a_caller_or_a_handler_ends_a_sequence_and_frees_its_place():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_rows_behind_the_end_of_the_sequence_get_an_error():
     model = Model(held=True)
     sequences = made(model)
@@ -240,24 +192,24 @@ async def test_rows_behind_the_end_of_the_sequence_get_an_error():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_sequence_that_is_idle_for_too_long_ends_and_one_that_is_busy_does_not():
     clock, reported, model = Clock(), Answered(), Model(held=True)
-    sequences = made(model, max_idle=5.0, clock=clock, timer=clock.later, on_end=reported)
+    sequences = made(model, max_idle=5.0, clock=clock, timer=clock.timer, on_end=reported)
     model.let(3)
     await sequences.infer(make_request(1, "own"))
     await sequences.infer(make_request(1, "said", start=True))
     given = of(await sequences.infer(make_request(1)))["seq"]
-    clock.pass_by(4.0)
+    clock.move(4.0)
     busy = asyncio.ensure_future(sequences.infer(make_request(1, "said")))
     await until(lambda: len(model.batches) == 4)
-    clock.pass_by(2.0)
+    clock.move(2.0)
     assert reported == [("own", "idle"), (given, "idle")]
     model.let(10)
     assert (await busy).body == b"2"
-    clock.pass_by(4.9)
+    clock.move(4.9)
     assert sequences.holds("said")
-    clock.pass_by(0.2)
+    clock.move(0.2)
     assert reported[2:] == [("said", "idle")]
     with pytest.raises(
         SequenceLost, match=r"Sequence 'said' .*idle for 5 s \(sequenceMaxIdleMSec\).* Begin another"
@@ -271,16 +223,16 @@ async def test_a_sequence_that_is_idle_for_too_long_ends_and_one_that_is_busy_do
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_sequence_ends_when_its_whole_time_is_over_once_its_row_is_answered():
     clock, reported, model = Clock(), Answered(), Model(held=True)
-    sequences = made(model, max_idle=0.0, timeout=10.0, clock=clock, timer=clock.later, on_end=reported)
+    sequences = made(model, max_idle=0.0, timeout=10.0, clock=clock, timer=clock.timer, on_end=reported)
     model.let()
     await sequences.infer(make_request(1, "a", start=True))
-    clock.pass_by(9.0)
+    clock.move(9.0)
     row = asyncio.ensure_future(sequences.infer(make_request(1, "a")))
     await until(lambda: len(model.batches) == 2)
-    clock.pass_by(2.0)
+    clock.move(2.0)
     assert reported == []
     with pytest.raises(SequenceLost, match=r"10 s \(sequenceTimeoutMSec\) are over"):
         await sequences.infer(make_request(1, "a"))
@@ -290,14 +242,14 @@ async def test_a_sequence_ends_when_its_whole_time_is_over_once_its_row_is_answe
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_no_more_sequences_are_open_than_a_replica_has_room_for():
     clock = Clock()
-    sequences = made(Model(), max_sequences=4, min_sequences=1, max_idle=30.0, clock=clock, timer=clock.later)
+    sequences = made(Model(), max_sequences=4, min_sequences=1, max_idle=30.0, clock=clock, timer=clock.timer)
     sequences.set_replicas(2)
     for name in "ab":
         await sequences.infer(make_request(1, name))
-        clock.pass_by(10.0)
+        clock.move(10.0)
     with pytest.raises(TooManySequences, match=r"keeps 2 open \(maxNumSequence\)") as refused:
         await sequences.infer(make_request(1))
     assert refused.value.retry_after == 10
@@ -309,7 +261,7 @@ async def test_no_more_sequences_are_open_than_a_replica_has_room_for():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_so_many_rows_of_a_sequence_wait_and_no_more():
     model = Model(held=True)
     sequences = made(model, queue_size=2)
@@ -326,7 +278,7 @@ async def test_so_many_rows_of_a_sequence_wait_and_no_more():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_row_waits_for_those_before_it_until_its_deadline():
     model = Model(held=True)
     sequences = made(model)
@@ -340,7 +292,7 @@ async def test_a_row_waits_for_those_before_it_until_its_deadline():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_row_that_fails_leaves_its_sequence_open_unless_nobody_knows_its_name():
     sequences = made(Model())
     await sequences.infer(make_request(1, "a"))
@@ -353,7 +305,7 @@ async def test_a_row_that_fails_leaves_its_sequence_open_unless_nobody_knows_its
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_sequence_whose_first_row_is_refused_has_not_begun():
     model = Model(held=True)
     sequences = made(model)
@@ -370,7 +322,7 @@ async def test_a_sequence_whose_first_row_is_refused_has_not_begun():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_explanations_and_copies_belong_to_no_sequence():
     requested = []
 
@@ -388,7 +340,7 @@ async def test_explanations_and_copies_belong_to_no_sequence():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_replica_that_stops_begins_none_and_lets_those_that_are_open_end():
     reported, model = Answered(), Model()
     sequences = made(model, on_end=reported, close_timeout=20.0)
@@ -409,7 +361,7 @@ async def test_a_replica_that_stops_begins_none_and_lets_those_that_are_open_end
         await sequences.infer(make_request(1, "a"))
 
 
-@asynchronous
+@run_in_event_loop
 async def test_a_replica_of_no_more_use_tells_everybody():
     model = Model(held=True)
     sequences = made(model)
@@ -424,7 +376,7 @@ async def test_a_replica_of_no_more_use_tells_everybody():
     await sequences.close()
 
 
-@asynchronous
+@run_in_event_loop
 async def test_calls_that_come_together_are_answered_each_by_itself():
     sequences = made(Model(), max_sequences=1)
     answers = await sequences.infer_all([make_request(1, "a"), make_request(1, "b"), make_request(2, "a")])
