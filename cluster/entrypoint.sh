@@ -1,8 +1,9 @@
 #!/bin/sh
 # Puts the lines of serve.env into the environment, except those that are set already, and becomes the command.
 #
-# `serve` alone is what SageMaker and the image pytorch/torchserve are started with: the model in /opt/ml/model, or a
-# server of /home/model-server/config.properties. As in that image, other arguments are evaluated by a shell;
+# `serve` alone is what SageMaker and the image pytorch/torchserve are started with: the model of the platform, or a
+# server of /home/model-server/config.properties. So is the image's own command where a platform's variable is set that
+# starts containers without an argument. As in that image, other arguments are evaluated by a shell;
 # those of `sh -c` and `python -c` stay as they are. torchserve stays in the foreground, or the container would end
 # as soon as the server has started.
 set -eu
@@ -27,15 +28,13 @@ home=${MODEL_SERVER_HOME:-/home/model-server}
 if [ -z "${TEMP-}" ] && [ -w "$home/tmp" ]; then
   export TEMP="$home/tmp"
 fi
+default='torchrelay start --foreground /opt/torchrelay/configs/container.yaml'
+platform=${AIP_HTTP_PORT-}${AZUREML_ENTRY_SCRIPT-}${AZUREML_MODEL_DIR-}${HF_MODEL_DIR-}${HF_MODEL_ID-}
+if [ "$*" = "$default" ] && [ -n "$platform" ]; then
+  set -- serve
+fi
 if [ "$*" = serve ]; then
-  base=${SAGEMAKER_BASE_DIR:-/opt/ml}
-  if [ -d "$base/model" ] || [ "${SAGEMAKER_MULTI_MODEL-}" = true ]; then
-    export SAGEMAKER_BASE_DIR="$base"
-    cd "${TORCHRELAY_HOME:-/srv/torchrelay}" # without that config.properties
-    set -- torchserve --start
-  else
-    set -- torchserve --start --ts-config "$home/config.properties"
-  fi
+  set -- torchserve --start --container
 fi
 
 # tini reaps what Ray's processes leave. SageMaker's documentation forbids it as an image's entry point.

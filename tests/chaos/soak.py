@@ -2,6 +2,8 @@
 
 ``python -m tests.chaos.soak --minutes 30`` samples memory, descriptors, threads and the database every five
 seconds, writes them as CSV, JSON and a plot, and exits with 1 where a figure grows faster than its bound.
+``--features`` adds capture, an experiment, rollouts, autoscaling and a pool; ``--image`` runs the server in a
+container.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import numpy as np
 import psutil
 
 from serve_app.load_test import LoadProfile, LoadRequest, send
+from tests.chaos.container_server import ContainerServer
 from tests.chaos.report import describe_machine
+from tests.chaos.soak_features import Features
 from tests.support.archives import ECHO, make_archive
 from tests.support.server import Server
 
@@ -39,6 +43,7 @@ _CAPACITY_S = 10.0
 _CONNECTIONS = 16
 _SEGMENT_S = 20.0  # after which all connections of the load are new
 _CYCLE_S = 4.0  # between two registrations
+_SLOW_CLIENTS = 4  # of the autoscaled model
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class Soak:
     cycles: int = 0
     rate: float = 0.0
     capacity: float = 0.0
+    rollouts: Counter[str] = field(default_factory=Counter)  # ended ones by state
+    most_replicas: int = 0  # of the autoscaled model
 
 
 def process_type(process: psutil.Process) -> str:
@@ -108,8 +115,10 @@ def actor_type(title: str) -> str:
     if application is None:
         return re.split(r"[.\s]", title)[0]
     name, deployment = (part for part in application.groups() if part)
-    # One type for all models: those of the cycles come and go.
-    return deployment if name == "torchrelay" else "replica" if name.startswith("echo") else "cycled"
+    if name == "torchrelay":
+        return deployment
+    # One type for all models: those of the cycles, of rollouts and of autoscaling come and go.
+    return "replica" if name.startswith(("echo", "captured", "split")) else "cycled"
 
 
 def take_samples(server: Server, began: float) -> list[Sample]:
@@ -194,7 +203,13 @@ class _Background:
             self.error = error
 
 
-def run(server: Server, seconds: float, rate: float | None, cycle: float = _CYCLE_S) -> Soak:
+def run(
+    server: Server,
+    seconds: float,
+    rate: float | None,
+    cycle: float = _CYCLE_S,
+    has_features: bool = False,
+) -> Soak:
     """Soak a running server; ``rate`` is in requests per second, None for the share of its capacity."""
     assert server.register(make_archive(server.store, "echo", ECHO), initial_workers=2).status_code == 200
     archive = make_archive(server.store, "cycled", ECHO)
@@ -205,6 +220,7 @@ def run(server: Server, seconds: float, rate: float | None, cycle: float = _CYCL
         soak.capacity = send(request, closed, "asyncio").throughput
         rate = LOAD_SHARE * soak.capacity
     soak.rate = rate
+    features = Features(server) if has_features else None
     began = time.monotonic()
     database = server.home / "state/registry.db"
 
@@ -224,11 +240,13 @@ def run(server: Server, seconds: float, rate: float | None, cycle: float = _CYCL
         answer = httpx.post(f"{server.url}/predictions/echo", content=b"x", timeout=30)
         soak.answers["ok" if answer.content == b"x" else f"status {answer.status_code}"] += 1
 
-    with (
-        _Background(sample, SAMPLE_PERIOD_S),
-        _Background(register_and_remove, cycle),
-        _Background(connect_once, 0.2),
-    ):
+    tasks = [(sample, SAMPLE_PERIOD_S), (register_and_remove, cycle), (connect_once, 0.2)]
+    if features is not None:
+        slow = [(lambda: features.send_slow(time.monotonic() - began), 0.05)] * _SLOW_CLIENTS
+        tasks += [(features.send, 0.2), (features.manage, 2.0), *slow]
+    with contextlib.ExitStack() as stack:
+        for function, period in tasks:
+            stack.enter_context(_Background(function, period))
         while (left := began + seconds - time.monotonic()) > 1:
             profile = LoadProfile(
                 connections=4 * _CONNECTIONS, rate=rate, seconds=min(_SEGMENT_S, left), warmup=0.0
@@ -237,6 +255,9 @@ def run(server: Server, seconds: float, rate: float | None, cycle: float = _CYCL
             soak.answers["ok"] += result.requests
             soak.answers.update(result.errors)
     sample()
+    if features is not None:
+        soak.answers.update(features.answers)
+        soak.rollouts, soak.most_replicas = features.rollouts, features.most_replicas
     return soak
 
 
@@ -253,6 +274,8 @@ def write(folder: Path, soak: Soak, rows: list[dict[str, object]], problems: lis
         "rate": round(soak.rate, 1),
         "cycles": soak.cycles,
         "answers": soak.answers,
+        "rollouts": soak.rollouts,
+        "most_replicas": soak.most_replicas,
         "database_per_hour": round(hourly_growth(soak.database), 2),
         "types": rows,
         "problems": problems,
@@ -290,18 +313,27 @@ def main() -> int:
     parser.add_argument("--cycle", type=float, default=_CYCLE_S, help="seconds between registrations")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE of the server (repeatable)")
     parser.add_argument("--output", type=Path, default=Path("soak"), help="the folder of the reports")
+    parser.add_argument("--features", action="store_true", help="use capture, traffic policies and a pool")
+    parser.add_argument(
+        "--image", help="run the server in a container of this image; its ports are 8080 to 8082"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the server, too
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        server = Server(Path(folder), dict(pair.split("=", 1) for pair in options.env))
+        env = dict(pair.split("=", 1) for pair in options.env)
+        server = ContainerServer(Path(folder), options.image) if options.image else Server(Path(folder), env)
         try:
             server.start()
-            soak = run(server, options.minutes * 60, options.rate, options.cycle)
+            soak = run(server, options.minutes * 60, options.rate, options.cycle, options.features)
         finally:
             server.close()
     rows, problems = judge(soak)
     write(options.output, soak, rows, problems)
     print(f"{sum(soak.answers.values()):,} requests at {soak.rate:.0f}/s, {soak.cycles} cycles")
+    if options.features:
+        print(
+            f"rollouts: {dict(soak.rollouts)}; at most {soak.most_replicas} replicas of the autoscaled model"
+        )
     for row in rows:
         print(row)
     print("\n".join(problems) or "every figure stayed within its bound")

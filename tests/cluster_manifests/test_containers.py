@@ -6,7 +6,9 @@ import io
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from packaging.utils import canonicalize_name
 from PIL import Image
 
 from cluster import lock
+from serve_app.cli.commands.new import create_project
 from serve_app.model_store.archiver import ArchiveRecipe, make
-from tests.support.container_images import ROOT, Container, Images, missing_tools
+from tests.support.archives import make_archive
+from tests.support.container_images import ROOT, Container, Images, missing_tools, run
 from tests.support.explanation_checks import ENTITIES, label_config
 from tests.support.hf_folders import SHORT, save_bert, save_byte_llama
 
@@ -56,6 +60,17 @@ def images() -> Iterator[Images]:
 def image(images: Images, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the image of a checkout that only its owner may read, as with umask 077."""
     return images.build("cpu", copy_checkout(tmp_path_factory.mktemp("checkout")))
+
+
+COUNT_WORDS = """
+import json
+def handle(data, context):
+    if data is None:
+        return None
+    rows = [row.get("body") or row.get("data") or row for row in data]
+    rows = [json.loads(row) if isinstance(row, (bytes, bytearray)) else row for row in rows]
+    return [{"words": len(row["text"].split())} for row in rows]
+"""
 
 
 def save_double(path: Path) -> None:
@@ -119,6 +134,7 @@ def copy_checkout(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def container(images: Images, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     store = tmp_path_factory.mktemp("store")
+    store.chmod(0o755)  # the server has another user
     save_archives(tmp_path_factory.mktemp("models"), store)
     running = Container(images, image, *RESTRICTED, "--volume", f"{store}:/srv/torchrelay/model_store:ro")
     running.wait_until_healthy()
@@ -215,6 +231,183 @@ def test_a_language_model_completes_by_a_grammar(container: Container) -> None:
     assert answer["choices"][0]["text"] in ("sun", "moon")
 
 
+def test_a_model_store_of_another_user_is_an_error(images: Images, image: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    refused = Container(images, image, *RESTRICTED, "--volume", f"{tmp_path}:/srv/torchrelay/model_store:ro")
+    run(*images.podman, "wait", refused.id, timeout=60)
+    logs = " ".join(refused.logs().split())
+    assert "model store /srv/torchrelay/model_store: permission denied" in logs
+    assert "the user 1000 must read" in logs
+    assert refused.state["ExitCode"] == 1
+    refused.remove()
+
+
+# Dockerfiles for the image of TorchServe, in the shapes that are common in public repositories.
+TORCHSERVE_DOCKERFILES = {
+    "archive": """
+FROM pytorch/torchserve:latest-cpu
+COPY spam.mar /home/model-server/model-store/
+CMD ["torchserve", "--start", "--ncs", "--model-store", "/home/model-server/model-store", \\
+     "--models", "spam=spam.mar"]
+""",
+    "archiver": """
+FROM pytorch/torchserve:latest-cpu
+USER root
+RUN printf "\\ndefault_response_timeout=60\\nload_models=spam.mar\\n" >> /home/model-server/config.properties
+COPY handler.py /home/model-server/
+RUN chown model-server /home/model-server/handler.py
+USER model-server
+RUN torch-model-archiver --model-name spam --version 1.0 --handler /home/model-server/handler.py \\
+    --export-path /home/model-server/model-store
+ENTRYPOINT ["/usr/local/bin/dockerd-entrypoint.sh"]
+CMD ["serve"]
+""",
+    "shell": """
+FROM pytorch/torchserve:latest-cpu
+WORKDIR /home/model-server
+COPY --chown=model-server . .
+RUN mkdir -p stores && cp spam.mar stores/
+CMD torchserve --start --model-store=stores --models=all --ts-config=config.properties && tail -f /dev/null
+""",
+}
+
+
+@pytest.mark.parametrize("kind", ["new project", *TORCHSERVE_DOCKERFILES])
+def test_a_dockerfile_for_this_image_or_torchserve_s_is_built_and_answers(
+    images: Images, image: str, tmp_path: Path, kind: str
+) -> None:
+    folder, name = tmp_path / "spam", "localhost/torchrelay:derived"
+    if kind == "new project":
+        create_project(folder)
+        run(*images.podman, "tag", image, "docker.io/library/torchrelay:cpu")
+    else:
+        folder.mkdir()
+        (folder / "Dockerfile").write_text(TORCHSERVE_DOCKERFILES[kind])
+        (folder / "handler.py").write_text(COUNT_WORDS)
+        make_archive(folder, "spam", COUNT_WORDS).rename(folder / "spam.mar")
+        run(*images.podman, "tag", image, "docker.io/pytorch/torchserve:latest-cpu")
+    build = (*images.buildah, "build", "--isolation", "chroot", "--format", "docker", "--pull-never")
+    run(*build, "--tag", name, folder, timeout=300)
+    derived = Container(images, name, "--shm-size", "1g")
+    derived.wait_until_healthy()
+    code = """
+import json, time, urllib.error, urllib.request
+key = json.load(open("/home/model-server/key_file.json"))["inference"]["key"]
+url, body = "http://127.0.0.1:8080/predictions/spam", b'{"text": "a b c"}'
+headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+while True:
+    try:
+        print(urllib.request.urlopen(urllib.request.Request(url, body, headers)).read().decode())
+        break
+    except urllib.error.HTTPError as error:  # the model is being loaded
+        assert error.code in (404, 503), error.read()
+        time.sleep(0.2)
+"""
+    done = derived.exec("timeout", "120", "python", "-c", code)
+    assert done.returncode == 0, done.stderr.decode() + derived.logs()
+    assert json.loads(done.stdout) == {"words": 3}
+    derived.remove()
+    run(*images.podman, "rmi", name)
+
+
+@dataclass
+class Platform:
+    """A platform's start of the image: command, variables, and the model's folder, file and text."""
+
+    command: tuple[str, ...]
+    variables: dict[str, str]
+    folder: str
+    file: str
+    text: str
+
+
+PLATFORMS = {
+    "sagemaker": Platform(
+        ("serve",),
+        {},
+        "/opt/ml/model",
+        "code/inference.py",
+        """
+import json
+def model_fn(model_dir):
+    return len
+def input_fn(body, content_type):
+    return json.loads(body)
+def predict_fn(data, model):
+    return {"words": model(data["text"].split())}
+def output_fn(prediction, accept):
+    return json.dumps(prediction)
+""",
+    ),
+    "vertex": Platform(
+        (),
+        {"AIP_HTTP_PORT": "8080", "AIP_HEALTH_ROUTE": "/health", "AIP_PREDICT_ROUTE": "/predict"},
+        "/home/model-server/model-store",
+        "spam.mar",
+        COUNT_WORDS,
+    ),
+    "azureml": Platform(
+        (),
+        {"AZUREML_ENTRY_SCRIPT": "score.py", "AML_APP_ROOT": "/var/azureml-app"},
+        "/var/azureml-app",
+        "score.py",
+        """
+import json
+def init():
+    global count
+    count = len
+def run(raw_data):
+    return {"words": count(json.loads(raw_data)["text"].split())}
+""",
+    ),
+    "hf-endpoint": Platform(
+        (),
+        {"HF_MODEL_DIR": "/repository"},
+        "/repository",
+        "handler.py",
+        """
+class EndpointHandler:
+    def __init__(self, path=""):
+        self.count = len
+    def __call__(self, data):
+        return [{"words": self.count(data["inputs"]["text"].split())}]
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("contract", PLATFORMS)
+def test_a_platform_s_command_serves_its_model_by_its_contract(
+    images: Images, image: str, tmp_path: Path, contract: str
+) -> None:
+    platform = PLATFORMS[contract]
+    file = tmp_path / platform.file
+    file.parent.mkdir(exist_ok=True)
+    if file.suffix == ".mar":
+        make_archive(tmp_path, "spam", platform.text).rename(file)
+    else:
+        file.write_text(platform.text)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(0o755)
+    variables = [f"--env={name}={value}" for name, value in platform.variables.items()]
+    mount = ("--volume", f"{tmp_path}:{platform.folder}:ro")
+    started = Container(images, image, "--shm-size", "1g", *variables, *mount, command=platform.command)
+    try:
+        port = 5001 if contract == "azureml" else 8080
+        options = ("--base-url", f"http://127.0.0.1:{port}", "--instance", '{"text": "a b c"}')
+        check = ("torchrelay", "conformance", contract, *options)
+        deadline = time.monotonic() + 180
+        while (done := started.exec(*check)).returncode != 0:
+            output = (done.stdout + done.stderr).decode()
+            assert started.state["Running"] and time.monotonic() < deadline, output + started.logs()
+            time.sleep(2)
+        assert started.health() == 0, "the health check follows the platform's port"
+        recognised = json.loads(started.exec("torchrelay", "doctor", "--container", "--json").stdout)
+        assert recognised["problem"] == "", recognised
+    finally:
+        started.remove()
+
+
 def test_it_stops_in_order_before_docker_kills_it(container: Container) -> None:
     assert container.stop(timeout=10) == 0, container.logs()
 
@@ -237,16 +430,16 @@ def test_a_killed_container_starts_again_with_its_registry(
     assert copied.returncode == 0, copied.stderr
     registered = first.exec("torchrelay", "models", "register", "double.mar")
     assert registered.returncode == 0, registered.stdout + registered.stderr
-    assert predict(first, "/predictions/double", {"x": [1.0]}) == [2.0]
+    assert predict(first, "/predictions/double", {"x": [1.0, 2.5]}) == [2.0, 5.0]
     first.kill()
     first.start()
     first.wait_until_healthy()
-    assert predict(first, "/predictions/double", {"x": [1.0]}) == [2.0]
+    assert predict(first, "/predictions/double", {"x": [1.0, 2.5]}) == [2.0, 5.0]
     first.kill()
     first.remove()
     second = Container(images, image, *volume)
     second.wait_until_healthy()
-    assert predict(second, "/predictions/double", {"x": [1.0]}) == [2.0]
+    assert predict(second, "/predictions/double", {"x": [1.0, 2.5]}) == [2.0, 5.0]
     assert second.stop() == 0, second.logs()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from cluster import lock
 from serve_app import torchserve_config
+from serve_app.cli import platforms
 from serve_app.cli.server_process import read_env
 from tests.support.container_images import read_stages, read_target
 
@@ -52,6 +53,16 @@ def test_what_the_image_copies_is_there() -> None:
     for source in copied:
         assert (ROOT / source).exists(), source
         assert {source, *map(str, Path(source).parents)} & sent, f"{source} is not sent to the builder"
+
+
+def test_what_the_wheel_has_is_copied_before_it_is_built() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = {
+        source for word, rest in read_target("server") if word == "COPY" for source in shlex.split(rest)[:-1]
+    }
+    for source in (*wheel["packages"], *wheel["force-include"]):
+        assert {source, *map(str, Path(source).parents)} & copied, source
 
 
 @TARGETS
@@ -117,11 +128,11 @@ def test_a_line_that_is_no_setting_stops_the_start(tmp_path: Path, line: str) ->
 def torchserve(tmp_path: Path) -> Callable[..., list[str]]:
     """Return ``call(*arguments)``: the image's arguments, as the command torchserve receives them.
 
-    The first of the returned words is its working directory, the second SAGEMAKER_BASE_DIR, the third TEMP.
+    The first of the returned words is TEMP.
     """
     command = tmp_path / "bin/torchserve"
     command.parent.mkdir()
-    command.write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "${SAGEMAKER_BASE_DIR-}" "${TEMP-}" "$@"\n')
+    command.write_text('#!/bin/sh\nprintf "%s\\n" "${TEMP-}" "$@"\n')
     command.chmod(0o755)
     (tmp_path / "serve.env").write_text("")
     folders = {name: tmp_path / name for name in ("MODEL_SERVER_HOME", "TORCHRELAY_HOME")}
@@ -130,9 +141,8 @@ def torchserve(tmp_path: Path) -> Callable[..., list[str]]:
 
     def call(*arguments: str, **env: str) -> list[str]:
         variables = {name: str(folder) for name, folder in folders.items()}
-        variables |= {"SAGEMAKER_BASE_DIR": str(tmp_path / "ml")} | env
         path = f"{command.parent}:{os.environ['PATH']}"
-        done = run(tmp_path / "serve.env", *arguments, PATH=path, **variables)
+        done = run(tmp_path / "serve.env", *arguments, PATH=path, **variables, **env)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -141,39 +151,40 @@ def torchserve(tmp_path: Path) -> Callable[..., list[str]]:
 
 def test_torchserve_stays_in_the_foreground(torchserve: Callable[..., list[str]]) -> None:
     """KServe's runtime says `torchserve --start`, which goes to the background by itself."""
-    given = torchserve("torchserve", "--start", "--model-store=m")[3:]
+    given = torchserve("torchserve", "--start", "--model-store=m")[1:]
     assert given == ["--start", "--model-store=m", "--foreground"]
 
 
 def test_arguments_are_evaluated_as_by_the_image_of_torchserve(torchserve: Callable[..., list[str]]) -> None:
     words = "torchserve", "--start", "--model-store", '"$MODEL_BASE_PATH/store"', "--models", "$NAME.mar"
-    given = torchserve(*words, MODEL_BASE_PATH="/a b", NAME="m")[3:]
+    given = torchserve(*words, MODEL_BASE_PATH="/a b", NAME="m")[1:]
     assert given == ["--start", "--model-store", "/a b/store", "--models", "m.mar", "--foreground"]
-    given = torchserve("true && torchserve --start; echo never")[3:]
+    given = torchserve("true && torchserve --start; echo never")[1:]
     assert given == ["--start", "--foreground"]
     assert torchserve("echo", "$NAME", "&&", "echo", "then", NAME="m") == ["m", "then"]
 
 
-def test_serve_starts_the_configuration_of_the_image_of_torchserve(
-    torchserve: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_serve_starts_the_model_of_the_platform(torchserve: Callable[..., list[str]], tmp_path: Path) -> None:
     (tmp_path / "MODEL_SERVER_HOME/tmp").mkdir()
-    config = str(tmp_path / "MODEL_SERVER_HOME/config.properties")
-    _, _, temporary, *given = torchserve("serve")
-    assert given == ["--start", "--ts-config", config, "--foreground"]
+    temporary, *given = torchserve("serve")
+    assert given == ["--start", "--container", "--foreground"]
     assert temporary == str(tmp_path / "MODEL_SERVER_HOME/tmp")
-    assert torchserve("serve", TEMP="/own")[2] == "/own"
+    assert torchserve("serve", TEMP="/own")[0] == "/own"
 
 
-@pytest.mark.parametrize("multi", ["true", "false"])
-def test_serve_starts_the_models_of_sagemaker(
-    torchserve: Callable[..., list[str]], tmp_path: Path, multi: str
+@pytest.mark.parametrize("variable", platforms.SERVED_BY_DEFAULT)
+def test_the_images_own_command_is_serve_on_a_platform(
+    torchserve: Callable[..., list[str]], tmp_path: Path, variable: str
 ) -> None:
-    if multi == "false":
-        (tmp_path / "ml/model").mkdir(parents=True)
-    folder, base, _, *given = torchserve("serve", SAGEMAKER_MULTI_MODEL=multi)
-    assert (base, given) == (str(tmp_path / "ml"), ["--start", "--foreground"])
-    assert folder == str(tmp_path / "TORCHRELAY_HOME"), "without TorchServe's config.properties"
+    """Vertex AI starts containers without an argument."""
+    (tmp_path / "bin/torchrelay").write_text('#!/bin/sh\necho torchrelay "$@"\n')
+    (tmp_path / "bin/torchrelay").chmod(0o755)
+    (command,) = find("cpu", "CMD")
+    words = json.loads(command)
+    assert torchserve(*words)[0] == " ".join(words)
+    assert torchserve(*words, **{variable: "8080"})[1:] == ["--start", "--container", "--foreground"]
+    own = "torchrelay start --foreground /my.yaml"
+    assert torchserve(*own.split(), **{variable: "8080"})[0] == own
 
 
 @pytest.mark.parametrize("words", [("-c", "echo $$; exit 7"), ("-ec", "echo $$; exit 7"), ("script",)])

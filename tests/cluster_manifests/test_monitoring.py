@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app import errors
 from serve_app.telemetry.metric_definitions import METRICS
 from serve_app.telemetry.torchserve import catalog
 from tests.support import prometheus_server
+from tests.support.error_classes import list_subclasses
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 MONITORING = CLUSTER / "monitoring"
@@ -96,10 +96,7 @@ def test_an_alert_is_explained(alert: dict[str, Any]) -> None:
 
 
 def test_failures_are_reasons_of_errors() -> None:
-    def subclasses(parent: type) -> set[type]:
-        return {parent, *(found for child in parent.__subclasses__() for found in subclasses(child))}
-
-    reasons = {error.reason for error in subclasses(errors.RelayError)} | {"internal"}  # type: ignore[attr-defined]
+    reasons = {error.reason for error in list_subclasses()} | {"internal"}
     [rule] = [rule for rule in RULES if rule.get("record") == "model_version:torchrelay_failures:rate5m"]
     [statuses] = re.findall(r'status=~"([^"]*)"', rule["expr"])
     assert set(statuses.split("|")) <= reasons

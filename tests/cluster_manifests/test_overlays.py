@@ -98,6 +98,25 @@ def test_resources_fit_kubernetes_and_kuberays_schemas(overlay: Resources) -> No
     assert core <= checked
 
 
+@pytest.mark.parametrize("name", ["eks", "gke"])
+def test_an_overlay_takes_the_incremental_upgrade(name: str, tmp_path: Path) -> None:
+    folder = CLUSTER / "components/incremental-upgrade"
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    where = {
+        "resources": [os.path.relpath(CLUSTER / "overlays" / name, overlay)],
+        "components": [os.path.relpath(folder, overlay)],
+    }
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(where))
+    resource = find(build(str(overlay)), "RayService")["torchrelay"]
+    jsonschema.Draft202012Validator(CUSTOM["ray.io/v1", "RayService"]).validate(resource)
+    spec = resource["spec"]
+    options = spec["upgradeStrategy"]["clusterUpgradeOptions"]
+    # What KubeRay's validation requires.
+    assert spec["rayClusterConfig"]["enableInTreeAutoscaling"]
+    assert 0 < options["stepSizePercent"] <= options["maxSurgePercent"] == 100
+
+
 def test_a_misspelt_field_does_not_fit() -> None:
     broken = json.loads(json.dumps(find(build("overlays/kind"), "RayService")["torchrelay"]))
     broken["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["serviceAccount_Name"] = "x"
