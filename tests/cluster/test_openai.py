@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.hf_folders import save_byte_llama
+from tests.support.archives import archive_language_model
+from tests.support.hf_folders import CHAT_TEMPLATE, save_byte_llama
 from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
-TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 150}},
@@ -27,16 +26,9 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def client(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    folder = save_byte_llama(tmp_path_factory.mktemp("llama"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    model = {"modelName": "chat", "handler": "llm", "configFile": "config.yaml"}
-    archive = folder.parent / "chat.mar"
-    with zipfile.ZipFile(archive, "w") as content:
-        for file in folder.iterdir():
-            content.write(file, file.name)
-        content.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-        content.writestr("config.yaml", "engine: {num_blocks: 64, page_size: 16, dtype: float32}\n")
+    folder = save_byte_llama(tmp_path_factory.mktemp("llama"), CHAT_TEMPLATE)
+    engine = {"num_blocks": 64, "page_size": 16, "dtype": "float32"}
+    archive = archive_language_model(folder.parent, "chat", folder, **engine)
     response = server.register(archive)
     assert response.status_code == 200, response.text
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", timeout=120, max_retries=0) as client:
@@ -71,23 +63,3 @@ def test_a_json_schema_constrains_the_text(client: openai.OpenAI) -> None:
     assert completion.choices[0].finish_reason == "stop"
     assert set(person) == {"name", "age"}
     assert isinstance(person["age"], int) and person["age"] <= 150
-
-
-def test_a_schema_that_cannot_be_compiled_is_refused(client: openai.OpenAI) -> None:
-    schema: Any = {"name": "any", "schema": {"type": "nothing"}}
-    with pytest.raises(openai.BadRequestError, match="nothing"):
-        client.chat.completions.create(
-            model="chat",
-            messages=MESSAGES,
-            response_format={"type": "json_schema", "json_schema": schema},
-        )
-
-
-def test_a_prompt_that_exceeds_the_context_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="256"):
-        client.completions.create(model="chat", prompt="x" * 300, max_tokens=1)
-
-
-def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="poet"):
-        client.chat.completions.create(model="poet", messages=MESSAGES)

@@ -10,8 +10,6 @@ import os
 import threading
 import zipfile
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from rich.console import Console
 
 from serve_app.cli import progress
 from tests.support.archives import ECHO, make_archive, says
+from tests.support.http_server import serving_folder
 from tests.support.server import Server
 
 pytestmark = pytest.mark.cluster
@@ -130,19 +129,8 @@ def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     folder = tmp_path / "site"
     folder.mkdir()
 
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield folder, f"http://127.0.0.1:{web.server_port}"
-    finally:
-        web.shutdown()
-        thread.join()
-        web.server_close()
+    with serving_folder(folder) as address:
+        yield folder, address
 
 
 def follow(server: Server, name: str, **query: str) -> list[tuple[str, dict[str, Any]]]:
@@ -241,6 +229,10 @@ def test_what_no_node_can_hold_is_refused(server: Server, tmp_path: Path) -> Non
     assert server.management.put("/models/large", params={"min_worker": 1}).status_code == 409
     assert server.management.get("/models/large").json()[0]["minWorkers"] == 0
     server.management.delete("/models/large")
+    many = server.register(make_archive(tmp_path, "many", says("x")), initial_workers=1000)
+    assert many.status_code == 409
+    assert "1,000 replicas of many 1.0 are required, and the cluster can hold " in many.json()["message"]
+    assert server.management.get("/models/many").status_code == 404
 
 
 def test_the_memory_of_a_replica_is_measured_for_its_next_start(server: Server, tmp_path: Path) -> None:

@@ -126,6 +126,27 @@ def test_a_stream_that_breaks_has_no_end(ways: dict[str, str], way: str) -> None
             pass
 
 
+def test_a_replica_and_the_gateway_store_responses(server: Server, tmp_path: Path) -> None:
+    handler = """
+import time
+def handle(data, context):
+    return None if data is None else [str(time.perf_counter_ns()) for _ in data]
+"""
+    archive = make_archive(tmp_path, "stored", handler, config={"response_cache": {}})
+    assert server.register(archive).status_code == 200
+    for path in ("/predictions/stored", "/%70redictions/stored"):
+        first, second = (server.http.post(path, content=path) for _ in range(2))
+        assert first.text == second.text
+        assert (first.headers["x-torchrelay-cache"], second.headers["x-torchrelay-cache"]) == ("miss", "hit")
+        other = server.http.post(path, content=path, headers={"cache-control": "no-store"})
+        assert other.text != first.text
+    hits = {"model": "stored", "outcome": "hit"}
+    server.wait(
+        lambda: server.metric("torchrelay_cache_requests_total", **hits) == 2, description="both hits"
+    )
+    server.management.delete("/models/stored")
+
+
 def test_a_body_over_the_limit_is_refused_by_every_way(ways: dict[str, str]) -> None:
     for way, url in ways.items():
         answer = httpx.post(url + "ways", content=b"x" * 6_553_501, timeout=30)

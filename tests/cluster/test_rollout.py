@@ -45,8 +45,8 @@ def test_a_version_that_cannot_start_takes_no_call(rolls: Server) -> None:
         over = rolls.wait(lambda: ended(rolls), description="the end of the rollout")
     assert over["state"] == "rolled_back"
     why = (
-        "no worker of 3.0 runs: ValueError: no weights; 1.0 has all calls, 3.0 loses the workers that it was"
-        " given"
+        "no worker of 3.0 runs: ValueError: no weights; 1.0 has all requests, 3.0 loses the workers that "
+        "it was given"
     )
     assert over["decisions"][-1]["reason"] == why
     assert set(load.answers) == {(200, "old")}

@@ -22,6 +22,7 @@ import pytest
 import torch
 from websockets.sync.client import connect
 
+from serve_app.conformance import ServerUnderTest, run
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_server, pytest.mark.slow]
@@ -154,6 +155,8 @@ def test_models_are_loaded_invoked_and_unloaded(endpoint: Endpoint) -> None:
     torch.jit.script(torch.nn.Flatten(0)).save(str(models / "plain/model/model.pt"))
     endpoint.wait_until_ready()
     assert endpoint.http.get("/models").json() == {"models": []}
+    outcomes = run("sagemaker-multi-model", ServerUnderTest(endpoint.http, "", "a"))
+    assert not [outcome for outcome in outcomes if outcome.problem]
 
     loaded = endpoint.load("scripted")
     assert loaded.status_code == 200, loaded.text

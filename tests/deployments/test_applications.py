@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
 from serve_app import main
 from serve_app.control.reconciler import DeployAction
@@ -63,6 +64,20 @@ def test_a_version_claims_its_fractions_and_rolls_without_a_hole() -> None:
     config = found._deployment_config
     assert (config.max_surge_percent, config.max_queued_requests) == (100, -1)
     assert config.max_ongoing_requests == max_ongoing_requests(SPEC) > SPEC.job_queue_size + SPEC.batch_size
+
+
+def test_classes_are_stored_by_reference() -> None:
+    config = deployment()._deployment_config
+    assert len(config.to_proto_bytes()) < 1000, "with Ray's router by value it has 109,000 bytes"
+    restored = DeploymentConfig.from_proto_bytes(config.to_proto_bytes()).request_router_config
+    assert restored.is_default_request_router()
+    assert restored.get_request_router_class() is PowerOfTwoChoicesRequestRouter
+    assert (restored.initial_backoff_s, restored.max_backoff_s) == (0.005, 0.02)
+    assert len(deployment()._replica_config.serialized_deployment_def) < 5000, "by value it has 24,000 bytes"
+    gateway = main.build({})._bound_deployment
+    [_, management] = gateway.init_args
+    for found, limit in ((gateway, 5000), (management._bound_deployment, 200)):
+        assert len(found._replica_config.serialized_deployment_def) < limit, found.name
 
 
 def test_a_sharded_version_claims_a_bundle_for_each_rank() -> None:

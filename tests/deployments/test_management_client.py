@@ -14,6 +14,7 @@ import pytest
 from serve_app.dataplane.data_plane import RoutingTableReader
 from serve_app.deployments.management_client import ManagementClient, ReportQueue
 from serve_app.domain.routing_table import RoutingTable
+from serve_app.telemetry.descriptors import DescriptorCheck
 from serve_app.telemetry.metrics import Meters
 
 
@@ -124,6 +125,7 @@ def test_an_answer_that_cannot_be_applied_does_not_end_the_poll() -> None:
         client.before_report = client.on_connect = lambda: None
         client.key_limiter, client._source, client.management = None, "gateway", Handle()
         client._reader, client._meters = RoutingTableReader(RoutingTable()), Meters()
+        client._descriptors = DescriptorCheck()
         polling = asyncio.ensure_future(client._poll())
         await asyncio.wait_for(client._reader.changed.wait(), 30)
         assert client._reader.table.generation == 7

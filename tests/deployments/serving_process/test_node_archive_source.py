@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from serve_app.control.archive_ingestion import ArchiveIngestor
 from serve_app.deployments.serving_process.node_archive import NodeArchive
 from serve_app.domain.model import ModelSpec, Registration
 from serve_app.settings import Settings, load
 from tests.support.archives import ECHO, make_archive
+from tests.support.s3_server import running_s3
 
 pytestmark = pytest.mark.integration
 
@@ -24,16 +23,8 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def s3() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Start an S3 server; yield a client of it, and the setting of its address."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    keys = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    try:
-        client = boto3.client("s3", "us-east-1", endpoint_url=address, **keys)
-        client.create_bucket(Bucket="models")
-        yield client, {"s3": {"endpoint_url": address, "key": "any", "secret": "any"}}
-    finally:
-        server.stop()
+    with running_s3("models") as client:
+        yield client, {"s3": {"endpoint_url": client.meta.endpoint_url, "key": "any", "secret": "any"}}
 
 
 class Remote:

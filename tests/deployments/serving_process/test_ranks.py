@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -106,6 +107,11 @@ def test_two_ranks_answer_as_one_and_are_replaced_together(
     whole = sum(math.prod(tensor.shape) for tensor in load_file(llama / "model.safetensors").values())
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert all(rank["held"] == pytest.approx(whole / 2, rel=0.02) for rank in ranks)
+    memory = [psutil.Process(rank["pid"]).memory_info().rss for rank in ranks]
+    server.wait(
+        lambda: server.workers("halves")[0]["memoryUsage"] > 0.9 * sum(memory),
+        description="the memory of both ranks",
+    )
 
     with Generation(server) as load, Pulse() as pulse:
         server.wait(lambda: len(load.answers) > 10, description="answers before the kill")

@@ -18,6 +18,7 @@ from serve_app.control.experiments.service import ExperimentService
 from serve_app.control.models import ModelService
 from serve_app.control.operations import OPERATIONS, ControlAPI
 from serve_app.control.rollouts.service import RolloutService
+from serve_app.control.scaling import ReplicaScaler
 from serve_app.control.shadow.service import ShadowService
 from serve_app.control.traffic import TrafficService
 from serve_app.control.workflows.service import WorkflowService
@@ -30,6 +31,7 @@ SERVICES = (
     AuditTrail,
     AsyncPredictionService,
     AdapterService,
+    ReplicaScaler,
     DriftService,
     ExperimentService,
     ClusterMetrics,
