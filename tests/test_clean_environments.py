@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +123,9 @@ def test_the_doctor_of_the_core_names_the_missing_extra(core: CleanEnvironment, 
     assert checks["extras", "server"]["state"] == "failed"
     assert checks["extras", "server"]["fix"] == "pip install 'torchrelay[server]'"
     assert checks["engines", "torch"]["state"] == "absent"
+    assert "packages as in constraints.txt" in checks["system", "versions"]["found"]
+    for name in ("app.yaml", "settings.yaml", "model-config.yaml"):
+        assert Path(checks["configs", name]["found"]).is_file()
 
 
 @pytest.mark.nightly
@@ -154,6 +159,17 @@ with torchrelay.Client({installed.process.inference!r}, {installed.process.manag
         "torchrelay", "models", "--management", installed.process.management, cwd=installed.home
     )
     assert "entities" in listed.stdout, listed.stderr
+
+
+@pytest.mark.nightly
+def test_a_port_in_use_is_changed_in_a_copy_of_the_installed_file(
+    installed: InstalledServer, tmp_path: Path
+) -> None:
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 8080)):  # or by another server
+        refused = installed.environment.run("torchrelay", "start", cwd=tmp_path)
+        assert refused.returncode == 1
+        assert "or change http_options.port in a copy of " in refused.stderr
+        assert "/serve_app/cli/app.yaml, and start with it: `torchrelay start COPY`." in refused.stderr
 
 
 @pytest.mark.nightly

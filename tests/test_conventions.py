@@ -65,6 +65,7 @@ _OTHER_FILES = {
     "serve_deployment_dashboard_panels.py",
     "setup_worker.py",
     "code/inference.py",
+    "score.py",
     "file.py",
     "name.py",
     "migrations/versions/000N_name.py",
@@ -121,6 +122,12 @@ def test_modules_have_telling_names() -> None:
     assert_none(problems)
 
 
+def test_each_package_has_a_docstring() -> None:
+    packages = [path for folder in PACKAGES for path in (ROOT / folder).rglob("__init__.py")]
+    undocumented = [path for path in packages if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert_none([str(path.relative_to(ROOT)) for path in undocumented])
+
+
 def test_references_to_python_files_are_valid() -> None:
     """Check comments and docstrings, and in pages what has a folder: other names are files of readers."""
     folders = (*FOLDERS, "configs", "cluster", "docs")
@@ -154,7 +161,7 @@ def test_source_and_pages_use_standard_terms() -> None:
                 problems.append(f"{file}: identifier {name}")
         found = [match[0] for text in docstrings(tree) for match in _COINED_PROSE.finditer(text)]
         problems += [f"{file}: docstring with {words!r}" for words in found]
-    for page in PAGES:
+    for page in (*PAGES, ROOT / "serve_app/protocols/torchserve/openapi.json"):
         found = [match[0] for match in _COINED_PROSE.finditer(_FENCE.sub("", page.read_text()))]
         problems += [f"{page.relative_to(ROOT)}: {words!r}" for words in found]
     assert_none(problems)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
 import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from typer.main import get_command
 
 from serve_app import __version__
@@ -128,6 +133,19 @@ def test_commands_of_ours_are_there(page: Path) -> None:
                 ), line
                 break
             here = here.commands[word]
+        words = itertools.takewhile(lambda word: word not in ("|", "&&", ";"), line)
+        named = {word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)}
+        known = {name for param in here.params for name in (*param.opts, *param.secondary_opts)}
+        assert named <= known | {"--help"}, f"{page}: {line}"
+
+
+def test_every_option_has_a_help_text() -> None:
+    def options(command: Any) -> Iterator[Any]:
+        yield from (param for param in command.params if param.param_type_name == "option")
+        for inner in getattr(command, "commands", {}).values():
+            yield from options(inner)
+
+    assert [option.opts for option in options(COMMANDS) if not option.hidden and not option.help] == []
 
 
 @PAGE
@@ -154,7 +172,7 @@ def test_the_pages_are_short() -> None:
         ROOT / name for name in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "tests/torchserve_cases/README.md")
     }
     pages = [page for page in PAGES if page not in logs]
-    assert sum(len(page.read_text().split()) for page in pages) <= 30_000
+    assert sum(len(page.read_text().split()) for page in pages) <= 32_500
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 
@@ -162,6 +180,46 @@ def test_every_example_is_in_the_index() -> None:
     index = (ROOT / "examples/README.md").read_text()
     folders = [path.parent.name for path in (ROOT / "examples").glob("*/README.md")]
     assert [name for name in folders if f"({name}/README.md)" not in index] == []
+
+
+def test_the_extras_install_what_examples_import() -> None:
+    """Examples run without the packages for development."""
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pending, installed = [Requirement("torchrelay[server,onnx,examples]")], set()
+    while pending:
+        required = pending.pop()
+        if required.name == project["name"]:
+            texts = [t for extra in required.extras for t in project["optional-dependencies"][extra]]
+            pending += map(Requirement, [*project["dependencies"], *texts])
+        elif (name := canonicalize_name(required.name)) not in installed:
+            installed.add(name)
+            pending += [
+                r
+                for r in map(Requirement, requires(name) or ())
+                if not r.marker or r.marker.evaluate({"extra": ""})
+            ]
+    missing, distributions = {}, packages_distributions()
+    ours = {path.stem for path in (ROOT / "examples").rglob("*.py")} | {"torchrelay", "handlers", "serve_app"}
+    ours |= {"helper", "kserve"}  # is written into an archive; is used where it is installed
+    for path in (ROOT / "examples").rglob("*.py"):
+        if "from_torchserve" in path.parts:  # runs TorchServe as well, by programs of tests/
+            continue
+        for module in imported_modules(path) - ours:
+            names = {canonicalize_name(name) for name in distributions.get(module, ())}
+            if module not in sys.stdlib_module_names and not names & installed:
+                missing[module] = path
+    assert missing == {}
+
+
+def imported_modules(path: Path) -> set[str]:
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules.add(node.module)
+    return {module.partition(".")[0] for module in modules}
 
 
 def test_every_setting_is_documented_with_its_default() -> None:

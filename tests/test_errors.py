@@ -8,6 +8,7 @@ import pickle
 import pytest
 
 from serve_app import errors
+from tests.support.error_classes import list_subclasses
 
 _VALUES = {
     "code": 422,
@@ -21,14 +22,7 @@ _VALUES = {
 }
 
 
-def tree(cls: type[errors.RelayError]) -> list[type[errors.RelayError]]:
-    return [cls, *(found for child in cls.__subclasses__() for found in tree(child))]
-
-
-CLASSES = sorted(
-    {cls for cls in tree(errors.RelayError) if cls.__module__ == errors.__name__},
-    key=lambda cls: cls.__name__,
-)
+CLASSES = [cls for cls in list_subclasses() if cls.__module__ == errors.__name__]
 
 
 def make(cls: type[errors.RelayError]) -> errors.RelayError:

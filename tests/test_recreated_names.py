@@ -97,7 +97,7 @@ def used_pool_tracker() -> PoolTracker:
     pooled = spec(pool="p")
     hosts = tuple(ReplicaInfo(host, 7, 0.0, True) for host in ("h1", "h2"))
     tracker.set_observed({".pool--p": ObservedApp(".pool--p", None, 2, {}, 0, "RUNNING", "", hosts)})
-    tracker.put("h1", HostReport("p", {REF: LoadedVersion(pooled.revision, 5, 0, 0.9)}))
+    tracker.put("h1", HostReport("p", {REF: LoadedVersion(pooled.revision, 5, 0.9)}))
     tracker.desired_states([pooled])
     assert tracker.balance([pooled]) == [pooled]
     tracker.observe_all([pooled])
@@ -216,10 +216,10 @@ def test_a_host_with_the_earlier_revision_is_no_replica_of_the_next() -> None:
     first, second = spec(pool="p"), spec("second", pool="p")
     host = ReplicaInfo("h1", 7, 0.0, True)
     tracker.set_observed({".pool--p": ObservedApp(".pool--p", None, 1, {}, 0, "RUNNING", "", (host,))})
-    tracker.put("h1", HostReport("p", {REF: LoadedVersion(first.revision, 5, 0, 0.0)}))
+    tracker.put("h1", HostReport("p", {REF: LoadedVersion(first.revision, 5, 0.0)}))
     assert (tracker.observe(first).running, tracker.observe(second).running) == (1, 0)
     tracker.take_changed()
-    tracker.put("h1", HostReport("p", {REF: LoadedVersion(second.revision, 5, 0, 0.0)}))
+    tracker.put("h1", HostReport("p", {REF: LoadedVersion(second.revision, 5, 0.0)}))
     assert (tracker.observe(second).running, tracker.take_changed(), len(changes)) == (1, {REF}, 2)
 
 

@@ -7,17 +7,15 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from serve_app import __version__
 from tests.support.clean_environments import CleanEnvironment
+from tests.support.http_server import serving_folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,11 +39,6 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class _SilentHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def index(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve the release as a package index (PEP 503), and yield its URL."""
@@ -57,13 +50,8 @@ def index(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         (project / path.name).symlink_to(path)
     links = "".join(f'<a href="{path.name}">{path.name}</a>' for path in files)
     (project / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_SilentHandler, directory=str(root)))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/simple/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving_folder(root) as address:
+        yield f"{address}/simple/"
 
 
 @pytest.mark.slow

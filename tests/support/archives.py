@@ -38,6 +38,12 @@ def make_archive(
     return path
 
 
+def archive_language_model(folder: Path, name: str, model: Path, **engine: Any) -> Path:
+    """Create ``name-1.0.mar`` in ``folder`` of a model's folder, for the handler llm with these options."""
+    files: dict[str, str | bytes] = {file.name: file.read_bytes() for file in model.iterdir()}
+    return make_archive(folder, name, "", "1.0", files, {"engine": engine}, {"handler": "llm"})
+
+
 ECHO = """
 def handle(data, context):
     if data is None:

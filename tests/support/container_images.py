@@ -139,6 +139,12 @@ def _allowed(limit: int) -> int:
     return 10_000 if hard == resource.RLIM_INFINITY else min(hard, 10_000)
 
 
+def ulimits() -> list[str]:
+    """Return the limits of a container as podman's options and configuration write them."""
+    limits = [("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)]
+    return [f"{name}={_allowed(limit)}:{_allowed(limit)}" for name, limit in limits]
+
+
 class Images:
     """The images of the Dockerfile's targets, in a folder."""
 
@@ -173,8 +179,8 @@ class Images:
         download_torch(wheels)
         run(
             *(*self.buildah, "build", "--isolation", "chroot", "--format", "docker", "--layers"),
-            *("--pull-never", "--volume", f"{wheels}:/wheels:ro"),
-            *("--build-arg", "TORCH_INDEX=file:///wheels/index"),
+            *("--pull-never", "--volume", f"{wheels}:/torch:ro"),
+            *("--build-arg", "TORCH_INDEX=file:///torch/index"),
             *("--ignorefile", context / "cluster/Dockerfile.dockerignore"),
             *("--file", context / "cluster/Dockerfile", "--target", target, "--tag", name, context),
             timeout=BUILD_TIMEOUT,
@@ -201,14 +207,21 @@ class Images:
 class Container:
     """A container of an image, started by ``podman run`` with these options.
 
-    It has a network of its own, without other machines, so that its ports are free.
+    It has a network of its own, without other machines, so that its ports are free, or that of ``network``.
     """
 
-    def __init__(self, images: Images, image: str, *options: str, command: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        images: Images,
+        image: str,
+        *options: str,
+        command: Sequence[str] = (),
+        network: str = "none",
+    ) -> None:
+        self.image = image
         self._images, self._podman = images, images.podman
-        limits = [("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)]
-        ulimits = (f"--ulimit={name}={_allowed(limit)}" for name, limit in limits)
-        words = ("run", "--detach", "--network", "none", *ulimits, *options, image, *command)
+        limits = (f"--ulimit={limit}" for limit in ulimits())
+        words = ("run", "--detach", "--network", network, *limits, *options, image, *command)
         self.id = run(*self._podman, *words)
 
     @property
@@ -237,7 +250,7 @@ class Container:
 
     def stop(self, timeout: int = 10) -> int:
         """Send the stop signal, kill the container after ``timeout`` seconds, and return its exit code."""
-        run(*self._podman, "stop", "--time", str(timeout), self.id)
+        run(*self._podman, "stop", "--time", str(timeout), self.id, timeout=timeout + 60)
         return int(self.state["ExitCode"])
 
     def kill(self) -> None:

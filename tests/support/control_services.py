@@ -34,6 +34,7 @@ from serve_app.control.registry import DesiredState
 from serve_app.control.replica_health import HealthTracker
 from serve_app.control.result_history import ResultHistory
 from serve_app.control.rollouts.service import RolloutService
+from serve_app.control.scaling import ReplicaScaler
 from serve_app.control.shadow.service import ShadowService
 from serve_app.control.state import AcknowledgementPolicy, StateStore
 from serve_app.control.table_publisher import TablePublisher
@@ -121,12 +122,14 @@ class ControlServices:
             auth=AuthSettings(keys=(_OWN_KEY,)),
         )
         self.meters = Meters()
-        self.publisher = TablePublisher(aggregator := MetricsAggregator())
+        self.aggregator = MetricsAggregator()
+        self.publisher = TablePublisher(self.aggregator)
         self.health = HealthTracker()
         self.events = EventLog()
         self.ingestor = ArchiveIngestor(settings)
         self.serve = SimulatedServe(self.health)
         tracker = PoolTracker()
+        self.scaler = ReplicaScaler(settings.control, self.health, self.events, self.meters)
         self.reconcile_loop = ReconcileLoop(
             self.serve,  # type: ignore[arg-type]
             self.health,
@@ -134,7 +137,10 @@ class ControlServices:
             self.meters,
             settings,
             tracker,
+            scaler=self.scaler,
         )
+        self.scaler.on_change = self.reconcile_loop.trigger
+        self.scaler.count_running = self.reconcile_loop.count_running
         self.database = Database(settings.database_url)
         self.api_keys = ApiKeys(settings, "run")
         readers = self.reconcile_loop.live_readers
@@ -147,7 +153,8 @@ class ControlServices:
             AcknowledgementPolicy(readers, settings.control.acknowledge_timeout),
             self.reconcile_loop.on_change,
         )
-        metrics = ClusterMetrics(self.publisher, aggregator, readers, self.meters)
+        self.metrics = metrics = ClusterMetrics(self.publisher, self.aggregator, readers, self.meters)
+        self.scaler.get_registry = lambda: self.state.registry
         self.models = ModelService(
             self.state,
             self.reconcile_loop,
@@ -186,6 +193,7 @@ class ControlServices:
         dispatcher = ControlDispatcher(
             self.keys,
             self.models,
+            self.scaler,
             self.workflows,
             AdapterService(self.state, self.reconcile_loop, self.ingestor, _load),
             TrafficService(self.state),

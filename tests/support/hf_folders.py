@@ -63,6 +63,9 @@ def save_bert(kind: str, folder: Path, limit: int = 32, **config: Any) -> Path:
     return folder
 
 
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+
+
 def save_llama(folder: Path, dtype: torch.dtype | None = None, **config: Any) -> Path:
     """Save a Llama of random weights without an end token: 4 heads and 2 key-value heads."""
     torch.manual_seed(0)
@@ -75,22 +78,28 @@ def save_llama(folder: Path, dtype: torch.dtype | None = None, **config: Any) ->
     return folder
 
 
-def save_byte_llama(folder: Path) -> Path:
-    """Save an untrained Llama whose tokens are bytes, with an end token and a context of 256 tokens."""
+def _byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(
         models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "<end>"])}, merges=[])
     )
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>").save_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>")
+
+
+def save_byte_llama(folder: Path, template: str | None = None, key_value_heads: int = 2) -> Path:
+    """Save an untrained Llama whose tokens are bytes, with an end token and a context of 256 tokens."""
+    tokenizer = _byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
     config = transformers.LlamaConfig(
         vocab_size=257,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=key_value_heads,
         max_position_embeddings=256,
         initializer_range=0.5,  # large enough that the tokens of an answer vary
         bos_token_id=None,
@@ -99,6 +108,39 @@ def save_byte_llama(folder: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def save_llava(folder: Path, template: bool = True) -> Path:
+    """Write an untrained model of images and texts, whose tokens are bytes; an image has 16 tokens."""
+    tokenizer = _byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    part = "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    message = "[{{ message.role }}] {% for part in message.content %}" + part + "{% endfor %}"
+    chat_template = "{% for message in messages %}" + message + "{% endfor %}[assistant] "
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32,
+        patch_size=8, projection_dim=16, initializer_range=0.5,
+    )  # fmt: skip
+    text = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=256, initializer_range=0.5, bos_token_id=None,
+        eos_token_id=256,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=image_token, image_seq_length=16,
+        vision_feature_layer=-1,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    size = {"height": 32, "width": 32}
+    transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size=size, crop_size=size), tokenizer, patch_size=8,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=chat_template if template else None,
+    ).save_pretrained(folder)  # fmt: skip
     return folder
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import boto3
-from moto.server import ThreadedMotoServer
-
+from tests.support.http_server import read_body, respond, serving
 from tests.support.otlp_receiver import Collector, collect_grpc
+from tests.support.s3_server import running_s3
 from tests.support.server import Server
 
 BUCKET = "captured"
@@ -67,43 +64,18 @@ class Observed(NamedTuple):
 def receive_webhooks() -> Iterator[Webhooks]:
     headers: list[dict[str, str]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            headers.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def answer(handler: Any) -> None:
+        read_body(handler)
+        headers.append({name.lower(): value for name, value in handler.headers.items()})
+        respond(handler, 200)
 
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Webhooks(f"http://127.0.0.1:{server.server_address[1]}/hook", headers)
-    server.shutdown()
-    server.server_close()
-
-
-@contextlib.contextmanager
-def run_s3() -> Iterator[Any]:
-    """Start an S3 server with the bucket ``BUCKET``; yield its client."""
-    s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    address = "http://{}:{}".format(*s3.get_host_and_port())
-    try:
-        client = boto3.client(
-            "s3", "us-east-1", endpoint_url=address, aws_access_key_id="any", aws_secret_access_key="any"
-        )
-        client.create_bucket(Bucket=BUCKET)
-        yield client
-    finally:
-        s3.stop()
+    with serving(answer) as address:
+        yield Webhooks(f"{address}/hook", headers)
 
 
 @contextlib.contextmanager
 def run_observed(home: Path) -> Iterator[Observed]:
-    with collect_grpc() as (collector, endpoint), receive_webhooks() as webhooks, run_s3() as s3:
+    with collect_grpc() as (collector, endpoint), receive_webhooks() as webhooks, running_s3(BUCKET) as s3:
         (home / "metrics.yaml").write_text(METRICS)
         storage = {"endpoint_url": s3.meta.endpoint_url, "key": "any", "secret": "any"}
         server = Server(

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as services
+
+from tests.support.http_server import read_body, respond, serving
 
 Tree = dict[str, Any]  # spans by name, each with its children
 
@@ -92,26 +93,15 @@ def collect_http() -> Iterator[tuple[Collector, str]]:
     """Serve OTLP over HTTP with protobuf; yield the collector and its endpoint."""
     collector = Collector(_event(True))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            found = self.path == "/v1/traces"
-            if found:
-                collector.Export(messages.ExportTraceServiceRequest.FromString(body), None)
-            self.send_response(200 if found else 404)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def answer(handler: Any) -> None:
+        body = read_body(handler)
+        found = handler.path == "/v1/traces"
+        if found:
+            collector.Export(messages.ExportTraceServiceRequest.FromString(body), None)
+        respond(handler, 200 if found else 404)
 
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield collector, f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(answer) as address:
+        yield collector, address
 
 
 def _event(is_set: bool) -> threading.Event:

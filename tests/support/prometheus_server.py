@@ -51,6 +51,8 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the series of an instant query. Raises AssertionError where it is invalid."""
         response = self._http.get("/query", params={"query": expression})
+        if response.status_code == 503:  # it is starting
+            return []
         assert response.status_code == 200, f"{expression}: {response.text}"
         series: list[dict[str, Any]] = response.json()["data"]["result"]
         return series

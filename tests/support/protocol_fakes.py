@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,15 @@ from serve_app.errors import (
 from serve_app.protocols.http_app import ASGIApp
 from serve_app.runtime.backends import Backend, TaskRequest
 from serve_app.telemetry.audit_log import get_actor
+
+# The usage and a tool call of a chat completion.
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 2,
+    "total_tokens": 7,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 Infer = Callable[[InferenceRequest], Awaitable["InferenceResponse | ResponseStream"]]
 Chunk = bytes | Callable[[], bytes]
@@ -319,3 +329,14 @@ class FakeControlAPI(ControlAPI):
         self.defaults.setdefault(spec.name, spec.version)
         phase = "ready" if workers else "stopped"
         self.status[spec.ref] = replace(ModelStatus(phase, len(workers), workers=workers), **status)
+
+
+def read_typed_events(response: Any) -> list[dict[str, Any]]:
+    """Return the objects of a stream of server-sent events, whose ``type`` is the name of the event."""
+    assert (response.status, response["content-type"]) == (200, "text/event-stream")
+    events = []
+    for text in response.body.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = text.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events

@@ -171,11 +171,11 @@ def management() -> Callable[..., Management]:
 def over_http() -> Iterator[Callable[..., str]]:
     """Serve apps on ports of their own, in threads; calling it returns a URL, and options are uvicorn's."""
     with contextlib.ExitStack() as stack:
-        yield lambda app, **options: stack.enter_context(_over_http(app, **options))
+        yield lambda app, **options: stack.enter_context(serve_app_over_http(app, **options))
 
 
 @contextlib.contextmanager
-def _over_http(app: ASGIApp, **options: Any) -> Iterator[str]:
+def serve_app_over_http(app: ASGIApp, **options: Any) -> Iterator[str]:
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="off", **options))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +67,17 @@ class ServedModel:
     def close(self) -> None:
         self.loop.run_until_complete(self.entry.instance.engine.shutdown())
         self.loop.close()
+
+
+@contextlib.contextmanager
+def serve_copy(source: Path, folder: Path, template: str = "", **generation: Any) -> Iterator[ServedModel]:
+    """Serve a copy of a model with another chat template, or generation parameters; its cache ends free."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **generation}))
+    model = ServedModel(folder)
+    yield model
+    assert model.entry.instance.engine.cache_usage == 0, "the cache is free again"
+    model.close()

@@ -27,6 +27,8 @@ POOL_MIB = 200  # of the shared server's pool ``p``
 class Server:
     """A real server with its own ports, model store and state."""
 
+    prometheus_port = 0  # of the Prometheus that it queries, where it has one
+
     def __init__(self, home: Path, env: dict[str, str] | None = None, **settings: Any) -> None:
         """Store the settings; by default model URLs may be files, and packages are those in ``wheels``."""
         settings.setdefault("store", {"allowed_urls": ["file://.*", "http(s)?://.*"]})

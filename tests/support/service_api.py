@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from serve_app.control import registry_changes
 from serve_app.control.metric_store import MetricStore
@@ -21,6 +21,8 @@ from serve_app.domain.access import AccessTable
 from serve_app.domain.model import ModelSpec
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 from tests.support.openapi_checks import assert_described
+
+T = TypeVar("T")
 
 
 class ServiceApi:
@@ -83,8 +85,11 @@ class ServiceApi:
             setattr(app.control_api, method, getattr(self.owner, method))
         self._app = app
 
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
     def close(self) -> None:
-        self.loop.run_until_complete(self.measured.close())
+        self.run(self.measured.close())
         self.database.close()
 
     def ask(self, method: str, path: str, document: Any = None, **more: Any) -> tuple[int, Any]:

@@ -10,17 +10,24 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import free_port
 from tests.support.server import POOL_MIB, Server
 
 
 @contextmanager
 def run_plain(home: Path) -> Iterator[Server]:
-    """Start a server with the defaults, a limit of bodies that tests can exceed quickly, and two pools."""
+    """Start a server with the defaults, a limit of bodies that tests can exceed quickly, and two pools.
+
+    It expects a Prometheus at ``server.prometheus_port``, where a test may start one.
+    """
+    port = free_port()
     server = Server(
         home,
+        control={"prometheus_url": f"http://127.0.0.1:{port}"},
         inference={"max_request_size": 6_553_500},
         pools={"p": {"memory": POOL_MIB}, "two": {"memory": 100, "hosts": 2}},
     )
+    server.prometheus_port = port
     with closing(server):
         server.start()
         yield server

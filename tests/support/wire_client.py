@@ -50,6 +50,9 @@ class RecordingTransport(asyncio.Transport):
     def set_protocol(self, protocol: Any) -> None:
         self.protocol = protocol
 
+    def get_protocol(self) -> Any:
+        return self.protocol
+
     def get_write_buffer_size(self) -> int:
         return self.unread
 
