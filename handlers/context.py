@@ -150,11 +150,13 @@ class Context:
         self.request_ids: dict[int, str] | None = None
         self._headers: Sequence[Mapping[str, str]] = ()
         self._parameters: Sequence[Mapping[str, Mapping[str, Any]]] = ()
+        self._request_parameters: Sequence[Mapping[str, Any]] = ()  # set by envelopes
         self._processors: list[RequestProcessor | None] | None = None  # of the rows, None until they are used
         self.stopping_criteria: Any = None
         # TorchServe's connection to its front end; here intermediate values are sent by ``emit``.
         self.cl_socket: Any = None
         self._emit: Callable[[int, Any], None] | None = None
+        self._has_left: Callable[[int], bool] | None = None
 
     def begin(
         self,
@@ -162,30 +164,67 @@ class Context:
         headers: Sequence[Mapping[str, str]],
         parameters: Sequence[Mapping[str, Mapping[str, Any]]],
         emit: Callable[[int, Any], None] | None = None,
+        has_left: Callable[[int], bool] | None = None,
     ) -> None:
         """Open a batch and clear the state of the previous one.
 
         Each sequence has one item a row, which is read when the handler uses it. ``parameters`` has
         ``{name: {"content-type": ...}}`` for each input, which a request header of the same name overrides.
-        ``emit(idx, value)`` sends the intermediate values of streamed responses.
+        ``emit(idx, value)`` sends the intermediate values of streamed responses. ``has_left(idx)`` returns
+        whether the caller of a row has left; None where that is unknown.
         """
         self.request_ids = dict(enumerate(request_ids))
-        self._headers, self._parameters = headers, parameters
+        self._headers, self._parameters, self._request_parameters = headers, parameters, ()
         self._processors = [None] * len(self.request_ids)
         self.stopping_criteria = None
-        self._emit = emit
+        self._emit, self._has_left = emit, has_left
 
     def row(self, idx: int) -> Context:
         """Return a context of row ``idx`` alone, in which its index is 0.
 
         A status or header that is set in it is that of the row in the batch.
         """
-        context, emit = copy.copy(self), self._emit
-        context.request_ids = None if self.request_ids is None else {0: self.request_ids[idx]}
-        context._headers, context._parameters = [self._headers[idx]], [self._parameters[idx]]
-        context._processors = [self._row(idx)]
-        context._emit = None if emit is None else lambda _, value: emit(idx, value)
+        return self.select([idx])
+
+    def select(self, rows: Sequence[int], emit: Callable[[int, Any], None] | None = None) -> Context:
+        """Return a context whose row i is row ``rows[i]`` of this one; a row may be there several times.
+
+        A status or header that is set in it is that of the row in this one, to which ``emit`` sends if not
+        given.
+        """
+        context, own, has_left = copy.copy(self), self._emit, self._has_left
+        if self.request_ids is not None:
+            context.request_ids = {place: self.request_ids[idx] for place, idx in enumerate(rows)}
+        if self.metrics is not None:
+            context.metrics = copy.copy(self.metrics)  # the same metrics, of these requests
+            context.metrics.request_ids = context.request_ids
+        context._headers = [self._headers[idx] for idx in rows]
+        context._parameters = [self._parameters[idx] for idx in rows]
+        context._request_parameters = [self.get_parameters(idx) for idx in rows]
+        context._processors = [self._row(idx) for idx in rows]
+        if emit is None and own is not None:
+            emit = lambda place, value: own(rows[place], value)  # noqa: E731
+        context._emit = emit
+        if has_left is not None:
+            context._has_left = lambda place: has_left(rows[place])
         return context
+
+    def adopt(self, selected: Context) -> None:
+        """Copy the attributes that a handler has set on a context of ``select``."""
+        for name, value in vars(selected).items():
+            if not name.startswith("_") and name not in ("request_ids", "metrics"):
+                setattr(self, name, value)
+
+    @property
+    def cancelled(self) -> bool:
+        """Return whether the callers of all rows have left, by a disconnect or a deadline.
+
+        A long handler reads it between its steps, in any thread, and may return anything at once, as no
+        response is sent. That of ``row(idx)`` is about one row. It stays False for sharded models, whose
+        ranks must run the same steps, and where rows run in tasks, which are cancelled instead.
+        """
+        has_left = self._has_left
+        return has_left is not None and all(map(has_left, range(len(self.request_ids or ()))))
 
     @property
     def model_dir(self) -> Path:
@@ -220,6 +259,14 @@ class Context:
         self._emit(idx, value)
 
     # Request
+
+    def get_parameters(self, idx: int = 0) -> Mapping[str, Any]:
+        """Return the parameters of the request of row ``idx``, where its format has some beside the rows."""
+        return self._request_parameters[idx] if idx < len(self._request_parameters) else {}
+
+    def set_parameters(self, parameters: Sequence[Mapping[str, Any]]) -> None:
+        """Set the parameters of each row's request; envelopes do."""
+        self._request_parameters = parameters
 
     def get_request_id(self, idx: int = 0) -> str | None:
         return None if self.request_ids is None else self.request_ids.get(idx)

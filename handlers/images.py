@@ -6,13 +6,16 @@ import base64
 import binascii
 import io
 import string
+from collections.abc import Sequence
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from handlers.errors import PredictionException
 
 _BASE64 = (string.ascii_letters + string.digits + "+/=" + string.whitespace).encode()
+_REMEDY = "Send the image's file as the body, as `curl -T FILE` does, or its base64."
+_LIFTED = "limit_max_image_pixels: false lifts this limit."
 _USUAL_SIDE = 256  # pixels of the shorter side after a usual resizing
 _MAX_ENLARGED_PIXELS = 2**24  # 64 MiB in Pillow's RGB
 
@@ -23,12 +26,16 @@ def apply_pixel_limit(context: Any) -> None:
         Image.MAX_IMAGE_PIXELS = None
 
 
-def decode_base64(text: str) -> bytes:
-    """Return an image's bytes. Raises PredictionException (400) if the text is not base64."""
+def decode_base64(text: str, kind: str = "an image") -> bytes:
+    """Return the bytes of ``kind``. Raises PredictionException (400) if the text is not base64."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PredictionException(f"The input is text, but not an image in base64: {error}", 400) from error
+        raise PredictionException(
+            f"The input is text, but not {kind} in base64: {error}. Send the file as the body, as "
+            "`curl -T FILE` does, or its base64.",
+            400,
+        ) from error
 
 
 def open_image(content: bytes | bytearray | memoryview) -> Image.Image:
@@ -45,6 +52,21 @@ def check_image(content: bytes | bytearray | memoryview) -> tuple[int, int]:
     Raises PredictionException (400) as ``open_image`` does.
     """
     return _read(content, decode=False).size
+
+
+def check_images(contents: Sequence[bytes]) -> None:
+    """Raise PredictionException (400) where images have more pixels together than one may have.
+
+    They are not decoded: a file of 2 KB may have 16 million pixels.
+    """
+    pixels = sum(width * height for width, height in map(check_image, contents))
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and pixels > limit:
+        raise PredictionException(
+            f"The {len(contents)} images are too large: they have {pixels} pixels together, and the limit is "
+            f"{limit}. {_LIFTED}",
+            400,
+        )
 
 
 def check_resizing(size: tuple[int, int], resized: tuple[int, int]) -> None:
@@ -74,6 +96,17 @@ def resize_shorter_side(size: tuple[int, int], side: int) -> tuple[int, int]:
     return resized
 
 
+def check_processor(processor: Any, size: tuple[int, int]) -> None:
+    """Raise PredictionException (400) where transformers' ``processor`` would enlarge an image too much."""
+    target = getattr(processor, "size", None) or {}
+    if not getattr(processor, "do_resize", False):
+        return
+    if target.get("height") and target.get("width"):
+        check_resizing(size, (target["width"], target["height"]))
+    elif target.get("shortest_edge") and not target.get("longest_edge"):
+        resize_shorter_side(size, target["shortest_edge"])
+
+
 def _read(content: bytes | bytearray | memoryview, decode: bool) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content))
@@ -90,7 +123,11 @@ def _read(content: bytes | bytearray | memoryview, decode: bool) -> Image.Image:
         # An Open Inference tensor in JSON has no other form of an image.
         if content and not bytes(content).translate(None, _BASE64):
             return _read(decode_base64(bytes(content).decode()), decode)
-        raise PredictionException(f"The input is not an image that can be read: {error}", 400) from error
+        if isinstance(error, UnidentifiedImageError):  # its text is the address of a Python object
+            error = ValueError(f"no known format begins with {bytes(content[:8])!r}")
+        raise PredictionException(
+            f"The input is not an image that can be read: {error}. {_REMEDY}", 400
+        ) from error
     return image
 
 
@@ -110,5 +147,4 @@ def _check_size(size: tuple[int, int]) -> None:
 
 
 def _too_large(reason: str) -> PredictionException:
-    hint = "limit_max_image_pixels: false lifts this limit."
-    return PredictionException(f"The image is too large: {reason} {hint}", 400)
+    return PredictionException(f"The image is too large: {reason} {_LIFTED}", 400)

@@ -286,7 +286,15 @@ def _read(input_type: ValueType, row: Any, has_tensors: bool) -> Any:
         return input_type.parse(row)
     if len(row) == 1 and (name := next(iter(row))) in ("body", "data"):
         return input_type.parse(row[name])
-    return input_type.parse(dict(row))
+    try:
+        return input_type.parse(dict(row))
+    except PredictionException as error:
+        # What `curl -d` sends without a header is a form, whose first field is named by the document.
+        if not next(iter(row), "").lstrip().startswith(("{", "[")):
+            raise
+        hint = "The request is a form; for JSON, send the header Content-Type: application/json."
+        message = error.message.rstrip(".")
+        raise PredictionException(f"{message}. {hint}", error.error_code) from None
 
 
 def _answer_special(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from handlers import json_text
 from handlers.errors import PredictionException
 
 
@@ -37,7 +37,7 @@ def parse_row(row: Any) -> Any:
     """Return the value of a row; text and bytes are parsed as JSON."""
     if isinstance(row, Mapping):
         row = row["data"] if row.get("data") is not None else row.get("body")
-    return json.loads(row) if isinstance(row, (str, bytes, bytearray)) else row
+    return json_text.loads(row) if isinstance(row, (str, bytes, bytearray)) else row
 
 
 def to_tensor(values: list[Any]) -> torch.Tensor:

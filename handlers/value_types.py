@@ -17,6 +17,7 @@ import numpy as np
 import pydantic
 from typing_extensions import is_typeddict
 
+from handlers import json_text
 from handlers.errors import PredictionException
 
 Json = dict[str, Any]
@@ -182,7 +183,7 @@ class ArrayValue(ValueType):
 
     def parse(self, value: Any) -> Any:
         try:
-            value = json.loads(value) if isinstance(value, (str, bytes, bytearray)) else value
+            value = json_text.loads(value) if isinstance(value, (str, bytes, bytearray)) else value
             array = np.asarray(value, self._dtype)
         except (ValueError, TypeError, OverflowError) as error:
             raise PredictionException(f"{self.name} is not a JSON list of numbers: {error}", 400) from None
@@ -228,6 +229,8 @@ class JsonValue(ValueType):
         self._ports = _find_ports(name, annotation, self._fields)
 
     def parse(self, value: Any) -> Any:
+        if isinstance(value, (bytes, bytearray)) and not value:
+            raise PredictionException(f"{self.name} is empty: send JSON as the body of a POST.", 400)
         try:
             if isinstance(value, (bytes, bytearray, str)):
                 return self._adapter.validate_json(bytes(value) if isinstance(value, bytearray) else value)

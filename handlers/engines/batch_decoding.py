@@ -60,6 +60,16 @@ class RowDecoder:
         sampling = self._sampling
         return sampling.is_greedy and not (sampling.has_penalties or sampling.logit_bias)
 
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string has ended the text."""
+        return self._detokenizer is not None and self._detokenizer.stopped
+
+    @property
+    def stop(self) -> str | None:
+        """Return the stop string that has ended the text."""
+        return None if self._detokenizer is None else self._detokenizer.stop
+
     def choose(self, scores: torch.Tensor) -> int:
         """Return the next token by its ``scores`` (vocabulary), which it may change.
 
@@ -101,6 +111,12 @@ class RowDecoder:
             return None
         rest = self._detokenizer.finish()
         return self._detokenizer.text, rest
+
+
+def list_end_tokens(model: Any) -> list[int]:
+    """Return the ids of the tokens that end a text of a model of transformers."""
+    end = model.generation_config.eos_token_id
+    return [end] if isinstance(end, int) else list(end or ())
 
 
 def decode_rows(model: Any, inputs: dict[str, torch.Tensor], rows: Sequence[RowDecoder]) -> None:

@@ -14,13 +14,13 @@ class Detokenizer:
     """An incremental decoder that emits whole words; the pieces joined are ``text``.
 
     Text that later tokens may change is held back: incomplete characters, the last word, and the beginning of
-    a string of ``stops``. The text ends before the first stop string, and ``stopped`` becomes true.
+    a string of ``stops``. The text ends before the first stop string, which ``stop`` is then.
     ``decode`` converts token ids to text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
         self.text = ""  # all emitted text
-        self.stopped = False
+        self.stop: str | None = None
         self._decode = decode
         self._stops = stops
         self._tokens: list[int] = []
@@ -28,6 +28,10 @@ class Detokenizer:
         self._complete = 0  # the text of the tokens up to here is complete
         self._consumed = 0  # characters of the text from _start on that were consumed already
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add ``tokens`` and return the text that is now final."""
@@ -54,10 +58,9 @@ class Detokenizer:
         return self._emit(len(self._held))
 
     def _emit(self, end: int) -> str:
-        matches = [position for stop in self._stops if (position := self._held.find(stop)) >= 0]
+        matches = [(position, stop) for stop in self._stops if (position := self._held.find(stop)) >= 0]
         if matches:
-            self.stopped = True
-            end = min(matches)
+            end, self.stop = min(matches)
         emitted, self._held = self._held[:end], self._held[end:]
         self.text += emitted
         return emitted

@@ -7,11 +7,11 @@ It implements completions and chat completions of OpenAI's API reference
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from handlers import json_text
 from handlers.engines.engine import SamplingParams, StructuredOutput
 from handlers.engines.request_fields import (
     MAX_COUNT,
@@ -26,6 +26,7 @@ from handlers.errors import PredictionException
 MODELS = "v1/models"
 COMPLETIONS = "v1/completions"
 CHAT = "v1/chat/completions"
+TOKENIZE = "tokenize"  # vLLM's
 
 EVENT_STREAM = "text/event-stream"
 
@@ -144,13 +145,17 @@ class CompletionRequest:
         return self.path == CHAT
 
 
-def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) -> CompletionRequest:
+def parse_request(
+    path: str, row: Mapping[str, Any], default: SamplingParams, take_images: bool = False
+) -> CompletionRequest:
     """Parse a row that was sent to ``path``.
 
-    Raises PredictionException, which names the invalid field and its valid values.
+    With ``take_images`` the content of each message is a list of ``{"type": "text", "text"}`` and
+    ``{"type": "image", "url"}``, else a text. Raises PredictionException, which names the invalid field and
+    its valid values.
     """
     if path not in _FIELDS:
-        paths = f"{MODELS}, {COMPLETIONS} and {CHAT}"
+        paths = f"{MODELS}, {COMPLETIONS}, {CHAT} and {TOKENIZE}"
         raise PredictionException(f"Unknown API endpoint: {path}. There are {paths}.", 404)
     body = {
         name: value
@@ -170,7 +175,7 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
         ):
             raise PredictionException(f"{name} is not served: leave it out.", 400)
     n = _number(body, "n", int, 1, 1, _MAX_CHOICES)
-    parsed = _parse_chat(body) if path == CHAT else _parse_completion(body)
+    parsed = _parse_chat(body, take_images) if path == CHAT else _parse_completion(body)
     logprobs = parsed.pop("logprobs")
     penalties = {
         name: _number(body, name, float, getattr(default, name), *limits)
@@ -204,6 +209,17 @@ def parse_request(path: str, row: Mapping[str, Any], default: SamplingParams) ->
         ignored=tuple(sorted(ignored)),
         **parsed,
     )
+
+
+def parse_tokenize(row: Mapping[str, Any], default: SamplingParams) -> CompletionRequest:
+    """Parse a row of ``TOKENIZE``: a prompt, or the messages and tools of a chat.
+
+    Raises PredictionException.
+    """
+    request = parse_request(CHAT if "messages" in _parse_body(row) else COMPLETIONS, row, default)
+    if len(request.prompts) > 1:
+        raise PredictionException("prompt is one text: send several requests.", 400)
+    return request
 
 
 def check_output_size(request: CompletionRequest, default_new_tokens: int) -> None:
@@ -246,7 +262,7 @@ def _parse_completion(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parse_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_chat(body: Mapping[str, Any], take_images: bool) -> dict[str, Any]:
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise PredictionException(
             "max_completion_tokens is the new name of max_tokens: give one of them.", 400
@@ -263,7 +279,9 @@ def _parse_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         body, "parallel_tool_calls" not in body or _flag(body, "parallel_tool_calls")
     )
     return {
-        "messages": tuple(_parse_message(index, message) for index, message in enumerate(messages)),
+        "messages": tuple(
+            _parse_message(index, message, take_images) for index, message in enumerate(messages)
+        ),
         "max_new_tokens": _number(body, limit_field, int, None, 1, MAX_COUNT),
         "logprobs": (top_logprobs or 0) if with_logprobs else None,
         "tools": tools,
@@ -295,8 +313,8 @@ def _select_output(body: Mapping[str, Any], parsed: Mapping[str, Any]) -> Struct
     return output
 
 
-def _parse_message(index: int, message: Any) -> dict[str, Any]:
-    """Convert a message to the form of chat templates: text content, and tool arguments as objects."""
+def _parse_message(index: int, message: Any, take_images: bool) -> dict[str, Any]:
+    """Convert a message to the form of chat templates: its content, and tool arguments as objects."""
     where = f"messages[{index}]"
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
@@ -304,10 +322,16 @@ def _parse_message(index: int, message: Any) -> dict[str, Any]:
             f"{where} has a role, which is one of {', '.join(_ROLES)}, and content.", 400
         )
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and take_images:
+        content = [_parse_part(where, part) for part in content]
+    elif isinstance(content, list):
         content = "".join(_parse_text_part(where, part) for part in content)
-    if not isinstance(content, str) and not (content is None and role == "assistant"):
+    if not isinstance(content, str if not take_images else (str, list)) and not (
+        content is None and role == "assistant"
+    ):
         raise PredictionException(f"{where}.content is a text, or a list of parts of type text.", 400)
+    if take_images and not isinstance(content, list):
+        content = [{"type": "text", "text": content or ""}]
     parsed = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
     parsed |= {"role": role, "content": content or ""}
     if message.get("tool_calls"):
@@ -329,7 +353,24 @@ def _parse_message(index: int, message: Any) -> dict[str, Any]:
 def _parse_arguments(function: Mapping[str, Any]) -> Any:
     """Return the arguments of an earlier call; some clients send "" or nothing for none, or an object."""
     arguments = function.get("arguments") or "{}"
-    return arguments if isinstance(arguments, Mapping) else json.loads(arguments)
+    return arguments if isinstance(arguments, Mapping) else json_text.loads(arguments)
+
+
+def _parse_part(where: str, part: Any) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "image_url":
+        if kind != "text":
+            raise PredictionException(
+                f"{where}.content has a part of type {kind!r:.100}; there are text and image_url.", 400
+            )
+        return {"type": "text", "text": _parse_text_part(where, part)}
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, Mapping) else image
+    if not isinstance(url, str):
+        raise PredictionException(
+            f'{where}.content has an image without its URL: send "image_url": {{"url": "data:..."}}.', 400
+        )
+    return {"type": "image", "url": url}
 
 
 def _parse_text_part(where: str, part: Any) -> str:
@@ -337,7 +378,7 @@ def _parse_text_part(where: str, part: Any) -> str:
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
         raise PredictionException(
-            f"{where}.content has a part of type {kind!r}, and this model reads texts.", 400
+            f"{where}.content has a part of type {kind!r:.100}, and this model reads texts only.", 400
         )
     return text
 
@@ -346,7 +387,7 @@ def _parse_body(row: Mapping[str, Any]) -> Mapping[str, Any]:
     body = row.get("body", row.get("data"))
     if isinstance(body, (str, bytes, bytearray, memoryview)):
         try:
-            body = json.loads(body if isinstance(body, str) else bytes(body))
+            body = json_text.loads(body if isinstance(body, str) else bytes(body))
         except ValueError as error:
             raise PredictionException(f"The body is no JSON: {error}.", 400) from None
     if not isinstance(body, Mapping):

@@ -51,16 +51,22 @@ class CompletionResponse:
         logprobs: Sequence[Logprob],
         reason: str | None,
         calls: Sequence[Any] = (),
+        stop: str | None = None,
     ) -> dict[str, Any]:
-        """Build a choice of a response without a stream; ``calls`` come from ``tool_calls.py``."""
+        """Build a choice of a response without a stream; ``calls`` come from ``tool_calls.py``.
+
+        ``stop`` is the stop string that ended the text, if one did.
+        """
         entries = self._build_logprobs(index, logprobs)
         if not self._request.chat:
-            return {"index": index, "text": text, "logprobs": entries, "finish_reason": reason}
+            choice = {"index": index, "text": text, "logprobs": entries, "finish_reason": reason}
+            return choice | _stop_reason(stop)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": list(calls)}
             reason = self._convert_reason(reason)
-        return {"index": index, "message": message, "logprobs": entries, "finish_reason": reason}
+        choice = {"index": index, "message": message, "logprobs": entries, "finish_reason": reason}
+        return choice | _stop_reason(stop)
 
     def text_event(self, index: int, text: str, logprobs: Sequence[Logprob]) -> bytes:
         """Build an event with new text."""
@@ -78,6 +84,7 @@ class CompletionResponse:
         logprobs: Sequence[Logprob],
         reason: str | None,
         calls: Sequence[Any] = (),
+        stop: str | None = None,
     ) -> bytes:
         """Build a choice's last events: the rest of its text, if any, its ``calls`` and its finish reason."""
         events = (
@@ -88,7 +95,8 @@ class CompletionResponse:
             events += self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
             reason = self._convert_reason(reason)
         empty: dict[str, Any] = {"delta": {}} if self._request.chat else {"text": ""}
-        return events + self._event({"index": index, **empty, "logprobs": None, "finish_reason": reason})
+        choice = {"index": index, **empty, "logprobs": None, "finish_reason": reason}
+        return events + self._event(choice | _stop_reason(stop))
 
     def done_events(self, usage: Mapping[str, int]) -> bytes:
         """Build the last events of a stream."""
@@ -135,6 +143,11 @@ class CompletionResponse:
     def _token_entry(self, text: str, logprob: Logprob) -> dict[str, Any]:
         top_logprobs = [_entry(self._decode([token]), value) for token, value in logprob.top_tokens]
         return {**_entry(text, logprob.logprob), "top_logprobs": top_logprobs}
+
+
+def _stop_reason(stop: str | None) -> dict[str, str]:
+    """Return vLLM's field of a choice that a stop string has ended."""
+    return {} if stop is None else {"stop_reason": stop}
 
 
 def _entry(token: str, logprob: float | None) -> dict[str, Any]:

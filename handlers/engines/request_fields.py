@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from handlers import json_text
 from handlers.engines.engine import StructuredOutput
 from handlers.errors import PredictionException
 
@@ -107,7 +108,7 @@ def _build(field: str, kind: str, value: Any) -> StructuredOutput:
     if kind == "json":
         if isinstance(value, str):
             try:
-                value = json.loads(value)
+                value = json_text.loads(value)
             except ValueError as error:
                 raise PredictionException(f"{field} is no JSON: {error}.", 400) from None
         if isinstance(value, Mapping):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from handlers import json_text
 from handlers.engines.engine import StructuredOutput
 from handlers.errors import PredictionException
 
@@ -104,7 +105,7 @@ def parse_forced(text: str, forced: ForcedCall) -> list[dict[str, Any]]:
     if forced.name is not None:
         return [_build_call({"name": forced.name, "arguments": text})]
     try:
-        calls = json.loads(text)
+        calls = json_text.loads(text)
         return [_build_call({"name": call["name"], "arguments": call["parameters"]}) for call in calls]
     except ValueError:  # max_tokens or a stop string has ended it
         return []

@@ -1,0 +1,1 @@
+"""Explanations of predictions: attributions of a score to pixels or tokens, by Captum."""

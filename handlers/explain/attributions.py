@@ -398,6 +398,9 @@ def _captum() -> Any:
 @contextlib.contextmanager
 def gradients_enabled(target: Any) -> Iterator[None]:
     """Enable gradients in any mode of the caller; a ``target`` that the model does not have raises 400."""
+    indexes = target if isinstance(target, (list, tuple)) else (target,)
+    if any(isinstance(index, int) and not -(2**63) <= index < 2**63 for index in indexes):
+        raise PredictionException(f"The model has no output {target!r:.100} to explain.", 400)
     try:
         with _eager_mode(), torch.inference_mode(False), torch.enable_grad():
             yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,16 +25,21 @@ from handlers.loading.module_loader import (
     load_module,
 )
 
+_OWNER_HANDLER = "SAGEMAKER_HANDLER"
 # Built-in handlers: the name in a manifest -> "module:Class", imported when a model needs it.
 HANDLERS: dict[str, str] = {
+    "azureml": "handlers.builtin.azureml:AzureMLHandler",
     "base_handler": "handlers.base:BaseHandler",
     "causal_lm": "handlers.builtin.causal_lm:CausalLM",
     "dali_image_classifier": "handlers.builtin.dali:DALIImageClassifier",
     "densenet_handler": "handlers.builtin.densenet:DenseNetHandler",
+    "hf_endpoint": "handlers.builtin.hf_endpoint:HuggingFaceEndpoint",
     "huggingface": "handlers.builtin.huggingface:HuggingFace",
     "image_classifier": "handlers.builtin.image_classifier:ImageClassifier",
     "image_segmenter": "handlers.builtin.image_segmenter:ImageSegmenter",
+    "image_text_to_text": "handlers.builtin.image_text_to_text:ImageTextToText",
     "llm": "handlers.builtin.llm:LanguageModel",
+    "mlflow": "handlers.builtin.mlflow:MLflowHandler",
     "object_detector": "handlers.builtin.object_detector:ObjectDetector",
     "onnx": "handlers.builtin.onnx:OnnxHandler",
     "sagemaker": "handlers.builtin.sagemaker:SageMakerHandler",
@@ -42,7 +48,9 @@ HANDLERS: dict[str, str] = {
     "vllm_handler": "handlers.torchserve_compat.vllm_handler:VLLMHandler",
 }
 # Built-in handlers that read a model folder instead of a weights file.
-FOLDER_HANDLERS = frozenset(("causal_lm", "huggingface", "llm", "trt_llm_handler", "vllm_handler"))
+FOLDER_HANDLERS = frozenset(
+    ("causal_lm", "huggingface", "image_text_to_text", "llm", "trt_llm_handler", "vllm_handler")
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ def load(handler: str, directory: Path, manifest: dict[str, Any], runs_code: boo
         add_archive_to_path(directory)
     name, _, attribute = handler.partition(":")
     stem = name[:-3] if name.endswith(".py") else name
-    file = _find_file(stem, directory) if runs_code else None
+    file = (_find_file(stem, directory) or find_owner_file(name)) if runs_code else None
     if file is not None:
         return _make_entry(load_module(file), file, attribute)
     if stem in HANDLERS and attribute in ("", "handle"):
@@ -117,7 +125,7 @@ def load(handler: str, directory: Path, manifest: dict[str, Any], runs_code: boo
         if module is not None:
             return _make_entry(module, getattr(module, "__file__", None) or stem, attribute)
     raise HandlerLoadError(
-        f"{directory}: there is no handler {handler!r}. {_format_choices(directory, stem)}"
+        f"{directory}: there is no handler {handler!r}. {_format_choices(directory, name)}"
     )
 
 
@@ -150,6 +158,15 @@ def _find_file(stem: str, directory: Path) -> Path | None:
         if path.name and file.is_file():
             return file
     return None
+
+
+def find_owner_file(name: str) -> Path | None:
+    """Return the file outside of the archive that SAGEMAKER_HANDLER names, as the container's owner can."""
+    owner = os.environ.get(_OWNER_HANDLER, "").partition(":")[0]
+    if not name or name != owner or not Path(name).is_absolute():
+        return None
+    file = Path(name if name.endswith(".py") else f"{name}.py")
+    return file if file.is_file() else None
 
 
 def _import_module(name: str, directory: Path) -> ModuleType | None:
@@ -191,7 +208,8 @@ def select_model_class(module: ModuleType, place: object, attribute: str = "") -
 
 def _missing_member(module: ModuleType, place: object, attribute: str) -> HandlerLoadError:
     near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    defined = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    hint = f" Did you mean {near[0]!r}?" if near else f" It defines {', '.join(defined)}." if defined else ""
     return HandlerLoadError(f"{place}: there is no function or class {attribute!r} in it.{hint}")
 
 
@@ -246,12 +264,13 @@ def _make_instance(cls: type, place: object) -> LoadedHandler:
     return LoadedHandler(instance=instance)
 
 
-def _format_choices(directory: Path, stem: str = "") -> str:
+def _format_choices(directory: Path, name: str = "") -> str:
     files = sorted(file.name for file in directory.glob("*.py"))
-    near = difflib.get_close_matches(stem, [*HANDLERS, *(file[:-3] for file in files)], 1) if stem else []
+    known = files if name.endswith(".py") else [*HANDLERS, *(file[:-3] for file in files)]
+    near = difflib.get_close_matches(name, known, 1) if name else []
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return (
         f"{hint}The Python files in the archive: {', '.join(files) or 'none'}. The built-in handlers: "
-        f"{', '.join(sorted(HANDLERS))}. Pack the file (torch-model-archiver --handler), or name a built-in "
+        f"{', '.join(sorted(HANDLERS))}. Pack the file (torchrelay archive --handler), or name a built-in "
         "one."
     )

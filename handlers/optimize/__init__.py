@@ -1,0 +1,1 @@
+"""Faster forms of a model: number formats, compilation, ONNX graphs, and the check of their outputs."""

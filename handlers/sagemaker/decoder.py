@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 from typing import Any
 
 import numpy as np
 
+from handlers import json_text
 from handlers.sagemaker.content_types import CSV, JSON, NPY, media_type
 from handlers.sagemaker.errors import UnsupportedFormatError
 
@@ -19,7 +19,7 @@ def decode(obj: Any, content_type: str | None) -> np.ndarray:
     """
     kind = media_type(content_type)
     if kind == JSON:
-        return np.array(json.loads(obj))
+        return np.array(json_text.loads(obj))
     if kind == CSV:
         text = obj if isinstance(obj, str) else bytes(obj).decode()
         return np.genfromtxt(io.StringIO(text), delimiter=",")

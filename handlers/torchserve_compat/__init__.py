@@ -1,0 +1,1 @@
+"""The modules that handlers of TorchServe archives import as ``ts.*``; ``names.py`` maps them."""

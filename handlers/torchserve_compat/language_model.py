@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
-import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
+from handlers import json_text
 from handlers.builtin.llm import LanguageModel
 from handlers.engines.engine import GenerationChunk, GenerationRequest, validate_request
 from handlers.errors import HandlerLoadError, PredictionException
@@ -83,7 +83,7 @@ def read_body(body: Any) -> Any:
         body = bytes(body).decode(errors="replace")
     if isinstance(body, str) and body.lstrip().startswith("{"):
         try:
-            return json.loads(body)
+            return json_text.loads(body)
         except ValueError as error:
             raise PredictionException(f"The body is no JSON: {error}.", 400) from None
     return body

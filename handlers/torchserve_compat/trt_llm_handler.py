@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from handlers.builtin.llm_request import parse_request
+from handlers.builtin.vertex_instance import VertexInstance, find_instance
 from handlers.errors import PredictionException
 from handlers.torchserve_compat.language_model import TranslatedLanguageModel, read_body
 
@@ -43,17 +44,22 @@ class TRTLLMHandler(TranslatedLanguageModel):
         if context.get_request_header(index, "url_path"):
             return await super()._answer_row(index, row, context)
         try:
-            return await self._answer_prompt(index, read_body(row["body"]), context)
+            body = read_body(row["body"])
+            if find_instance({"body": body}) is not None:
+                return await super()._answer_row(index, {"body": body}, context)
+            return await self._answer_prompt(index, body, context)
         except PredictionException as error:
             return error
+
+    async def _answer_instance(self, index: int, instance: VertexInstance, context: Any) -> Any:
+        if not instance.is_chat:
+            instance = instance._replace(body=_complete_fields(instance.body))
+        return await super()._answer_instance(index, instance, context)
 
     async def _answer_prompt(self, index: int, body: Any, context: Any) -> str:
         if not isinstance(body, Mapping):
             body = {"prompt": body}
-        fields = {_RENAMED.get(key, key): value for key, value in body.items() if key not in _IGNORED}
-        if "max_tokens" not in fields and "max_new_tokens" not in fields:
-            fields["max_tokens"] = _DEFAULT_TOKENS
-        parsed = parse_request({"body": fields}, self.default_sampling)
+        parsed = parse_request({"body": _complete_fields(body)}, self.default_sampling)
         if not parsed.stream:
             return (await self._generate(index, parsed, context)).text
 
@@ -64,3 +70,13 @@ class TRTLLMHandler(TranslatedLanguageModel):
         if result.rest:
             send(result.rest)
         return ""
+
+
+def _complete_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the handler ``llm``, with TensorRT-LLM's default number of tokens."""
+    if isinstance(nested := body.get("parameters"), Mapping):
+        body = {**nested, **{key: value for key, value in body.items() if key != "parameters"}}
+    fields = {_RENAMED.get(key, key): value for key, value in body.items() if key not in _IGNORED}
+    if "max_tokens" not in fields and "max_new_tokens" not in fields:
+        fields["max_tokens"] = _DEFAULT_TOKENS
+    return fields

@@ -6,9 +6,10 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from handlers.builtin.llm_request import parse_request
+from handlers.builtin.vertex_instance import RAW, VertexInstance, find_instance
 from handlers.engines import openai
 from handlers.engines.engine import Logprob
 from handlers.errors import PredictionException
@@ -27,6 +28,7 @@ class VLLMHandler(TranslatedLanguageModel):
     """
 
     handler_name = "vllm_handler"
+    instance_defaults: ClassVar[Mapping[str, Any]] = {RAW: False}  # the predictions are texts
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,11 +66,21 @@ class VLLMHandler(TranslatedLanguageModel):
             return self._list_models(context.model_name)
         try:
             body = read_body(row["body"])
+            if not path and find_instance({"body": body}) is not None:
+                return await super()._answer_row(index, {"body": body}, context)
             if path:
                 return await super()._answer_row(index, {"body": self._select_model(body, context)}, context)
             return await self._answer_tokens(index, body, context)
         except PredictionException as error:
             return error
+
+    async def _answer_instance(self, index: int, instance: VertexInstance, context: Any) -> Any:
+        body = (
+            self._select_model(instance.body, context)
+            if instance.is_chat
+            else _complete_fields(instance.body)
+        )
+        return await super()._answer_instance(index, instance._replace(body=body), context)
 
     def _list_models(self, model: str) -> dict[str, Any]:
         names = (*(self.served_names or (model,)), *self.adapter_names)
@@ -85,13 +97,7 @@ class VLLMHandler(TranslatedLanguageModel):
         """Stream one object per chunk of tokens; return the last one."""
         if not isinstance(body, Mapping):
             body = {"prompt": body}
-        fields = {key: value for key, value in body.items() if key not in ("lora_adapter", "logprobs")}
-        for key, value in _DEFAULTS.items():
-            if key not in fields and not (key == "max_tokens" and "max_new_tokens" in fields):
-                fields[key] = value
-        if body.get("lora_adapter"):
-            fields["adapter"] = body["lora_adapter"]
-        parsed = parse_request({"body": fields}, self.default_sampling)
+        parsed = parse_request({"body": _complete_fields(body)}, self.default_sampling)
         # The log-probabilities carry the ids of a chunk's tokens.
         parsed = dataclasses.replace(parsed, sampling=dataclasses.replace(parsed.sampling, logprobs=0))
 
@@ -100,6 +106,17 @@ class VLLMHandler(TranslatedLanguageModel):
 
         result = await self._generate(index, parsed, context, send)
         return _token_event(result.rest, result.logprobs)
+
+
+def _complete_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the handler ``llm``, with vLLM's defaults."""
+    fields = {key: value for key, value in body.items() if key not in ("lora_adapter", "logprobs")}
+    for key, value in _DEFAULTS.items():
+        if key not in fields and not (key == "max_tokens" and "max_new_tokens" in fields):
+            fields[key] = value
+    if body.get("lora_adapter"):
+        fields["adapter"] = body["lora_adapter"]
+    return fields
 
 
 def _read_template(template: str, directory: Path) -> str:

@@ -58,16 +58,22 @@ def begin() -> Callable[..., Context]:
 
 
 @pytest.fixture(scope="module")
-def deterministic() -> Iterator[None]:
-    """Make results reproducible: one torch thread, and no progress bar."""
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: the models are so small that more threads only wait for each other."""
     import torch
-    import transformers
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def deterministic(one_thread: None) -> None:
+    """Make results reproducible: one torch thread, and no progress bar."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="session")

@@ -165,3 +165,15 @@ def test_prediction_exceptions_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(PredictionException("No such user", 404)))
     assert (error.message, error.error_code, str(error)) == ("No such user", 404, "No such user : 404")
     assert PredictionException("Oh").error_code == 500
+
+
+def test_a_batch_is_cancelled_when_all_its_rows_are(context: Context) -> None:
+    assert not context.cancelled and not context.row(0).cancelled
+    left = {1}
+    context.begin(["a", "b"], [{}] * 2, [{}] * 2, None, left.__contains__)
+    assert [context.cancelled, context.row(0).cancelled, context.row(1).cancelled] == [False, False, True]
+    assert context.select([1, 1]).cancelled
+    left.add(0)
+    assert context.cancelled
+    context.begin(["a"], [{}], [{}])
+    assert not context.cancelled

@@ -15,7 +15,8 @@ from handlers import extras
 from handlers.errors import HandlerLoadError
 from handlers.loading import weights
 
-DISTRIBUTIONS = {"PIL": "pillow", "mii": "deepspeed-mii"}  # packages whose distribution has another name
+# Packages whose distribution has another name.
+DISTRIBUTIONS = {"PIL": "pillow", "grpc": "grpcio", "mii": "deepspeed-mii", "mlflow": "mlflow-skinny"}
 
 
 @pytest.mark.parametrize("package", extras._EXTRAS)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from handlers import metrics
@@ -22,7 +23,7 @@ from handlers.metrics import (
     metric,
 )
 from handlers.metrics.metric import MetricsCacheYamlImpl, buffer_update
-from handlers.metrics.system import collect_metrics, gpu_utilization, parse_gpu_metrics
+from handlers.metrics.system import collect_metrics, gpu_utilization, measure_memory, parse_gpu_metrics
 from handlers.torchserve_compat import names as torchserve_names
 
 Update = tuple[str, str, MetricTypes, dict[str, str], float, str]
@@ -259,3 +260,31 @@ def test_nvidia_smis_output_is_parsed() -> None:
         ("GPUUtilization", 35.0, "Percent", ["Host", "0"]),
         ("GPUMemoryUsed", 512.0, "Megabytes", ["Host", "1"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"memory.max": "3000", "memory.current": "900", "memory.stat": "anon 5\ninactive_file 100"}, 800),
+        (
+            {
+                "memory/memory.limit_in_bytes": "3000",
+                "memory/memory.usage_in_bytes": "900",
+                "memory/memory.stat": "cache 5\ntotal_inactive_file 200",
+            },
+            700,
+        ),
+    ],
+)
+def test_memory_is_that_of_the_container(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert measure_memory(tmp_path) == (expected, 3000 - expected, 3000)
+
+
+@pytest.mark.parametrize("limit", ["max", str(1 << 62)])
+def test_memory_is_that_of_the_machine_without_a_limit(tmp_path: Path, limit: str) -> None:
+    (tmp_path / "memory.max").write_text(limit)
+    used, available, total = measure_memory(tmp_path)
+    assert total == psutil.virtual_memory().total and 0 < available < total and 0 < used < total

@@ -160,10 +160,13 @@ def test_the_guides_metrics_are_recorded(archive, begin) -> None:  # type: ignor
 
 
 def test_the_guides_script_without_a_server_runs(tmp_path: Path) -> None:
-    (tmp_path / "my_model").mkdir()
-    (tmp_path / "my_model" / "handler.py").write_text(SOURCES["greeter"])
-    code = f"import sys; sys.path.append({str(ROOT)!r})\n" + SOURCES["try_handler"]
+    script = ROOT / "examples/02_custom_handler/recipes/try_handler.py"
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
     )
     assert result.stdout.strip() == "['Hello, world']"

@@ -5,10 +5,6 @@ Without a GPU, a model of transformers replaces MII's kernels; the rest of MII r
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +16,7 @@ from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
 from handlers.distributed import mii
 from handlers.errors import HandlerLoadError
+from tests.support.rank_programs import run_ranks
 from tests.support.requirements import needs_no_package
 
 PROMPTS = [[5, 6, 7], [100, 3, 250, 77, 9], [42], list(range(1, 40))]
@@ -30,20 +27,12 @@ SAMPLED = [
     {"body": {"prompt": [9], "max_new_tokens": 5, "top_k": 9, "seed": 4, "presence_penalty": 1}},
 ]
 RANK = """
-import json, os, sys, torch
-torch.set_num_threads(1)
-from handlers.distributed.process_group import RankPlacement, Rendezvous
-rank, port, folder, rows = (json.loads(argument) for argument in sys.argv[1:])
-placement = RankPlacement(rank, 2, rank, 2, "127.0.0.1")
-rendezvous = Rendezvous(placement) if rank == 0 else Rendezvous(placement, port)
-print(rendezvous.port, flush=True)
-rendezvous.join()
-sys.path.insert(0, {here!r})
+folder, rows, here = arguments
+sys.path.insert(0, here)
 import test_mii
 torch.cuda.synchronize = lambda: None
 model = test_mii.load_with_fake_kernels(test_mii.Path(folder))
-print(json.dumps([model.handle(rows, None), len(model.model._engine.forward_sizes)]), flush=True)
-os._exit(0)  # skips the teardown of the process group, whose peer may have exited
+result = [model.handle(rows, None), len(model.model._engine.forward_sizes)]
 """
 
 
@@ -178,24 +167,7 @@ def test_the_end_token_ends_a_completion(llama: Path, monkeypatch: pytest.Monkey
 
 def test_two_ranks_run_the_same_forwards(llama: Path) -> None:
     pytest.importorskip("mii")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    program = RANK.replace("{here!r}", repr(str(Path(__file__).parent)))
-
-    def start_rank(rank: int, port: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", program, *map(json.dumps, (rank, port, str(llama), ROWS))]
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-
-    ranks = [start_rank(0, 0)]
-    try:
-        assert ranks[0].stdout is not None
-        ranks.append(start_rank(1, json.loads(ranks[0].stdout.readline())))
-        outputs = [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    (answers, forwards), (_, other_forwards) = outputs
+    (answers, forwards), (_, other_forwards) = run_ranks(RANK, str(llama), ROWS, str(Path(__file__).parent))
     assert_equal(answers, load_reference(llama).handle(ROWS, None))
     assert other_forwards == forwards
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ from handlers.builtin.causal_lm import CausalLM
 from handlers.builtin.llm import LanguageModel
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
+from tests.support.rank_programs import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -31,19 +28,12 @@ SAMPLED: list[Any] = [
     {"prompt": "Once", "max_new_tokens": 24, "temperature": 1.2},
 ]
 RANK = """
-import json, os, sys, torch
 from pathlib import Path
-torch.set_num_threads(1)
 from handlers.builtin.causal_lm import CausalLM
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
-from handlers.distributed.process_group import RankPlacement, Rendezvous
 
-rank, port, folders, rows, texts, sampled = (json.loads(argument) for argument in sys.argv[1:])
-placement = RankPlacement(rank, 2, rank, 2, "127.0.0.1")
-rendezvous = Rendezvous(placement) if rank == 0 else Rendezvous(placement, port)
-print(rendezvous.port, flush=True)
-rendezvous.join()
+folders, rows, texts, sampled, here = arguments
 config = {"tensor_parallel": 2, "engine": {"name": "deepspeed"}}
 errors = []
 for folder in folders:
@@ -57,10 +47,9 @@ built = [str(file) for file in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("*
 values = model.handle(rows, None)
 model = CausalLM()
 model.initialize(Context("m", texts, {}, model_yaml_config=config))
-sys.path.insert(0, {here!r})
+sys.path.insert(0, here)
 from test_placement import handle_streams
-print(json.dumps([values, parameters, errors, built, handle_streams(model, sampled)]), flush=True)
-os._exit(0)  # skips the teardown of the process group, whose peer may have exited
+result = [values, parameters, errors, built, handle_streams(model, sampled)]
 """
 
 
@@ -119,29 +108,12 @@ def test_two_deepspeed_ranks_generate_the_same_as_one(llama: Path, tmp_path: Pat
     from tests.support.hf_folders import save_byte_llama
 
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1)).save_pretrained(tmp_path / "gpt2")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    env["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
     folders = [str(tmp_path / "gpt2"), str(llama)]
     texts = save_byte_llama(tmp_path / "texts")
-    program = RANK.replace("{here!r}", repr(str(Path(__file__).parent)))
-
-    def start_rank(rank: int, port: int) -> subprocess.Popen[str]:
-        arguments = (rank, port, folders, ROWS, str(texts), SAMPLED)
-        command = [sys.executable, "-c", program, *map(json.dumps, arguments)]
-        return subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-
-    ranks = [start_rank(0, 0)]
-    try:
-        assert ranks[0].stdout is not None
-        ranks.append(start_rank(1, json.loads(ranks[0].stdout.readline())))
-        outputs = [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    outputs = run_ranks(
+        *(RANK, folders, ROWS, str(texts), SAMPLED, str(Path(__file__).parent)),
+        TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
+    )
     reference = load_model(llama)
     layers = sum(parameter.numel() for parameter in reference.model.model.layers.parameters())
     expected = handle_streams(load_model(texts), SAMPLED)

@@ -20,7 +20,7 @@ from handlers import engines
 from handlers.engines.engine import GenerationRequest, SamplingParams
 from tests.support.load import Pulse
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 # One rank with an engine; rank 0 reads commands from its standard input and prints results as lines of JSON.
@@ -129,15 +129,6 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.communicate()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: the model is so small that more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 async def generate_locally(folder: Path, commands: list[dict[str, Any]]) -> list[list[int]]:

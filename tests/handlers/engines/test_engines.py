@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,12 @@ from handlers.engines.engine import Engine, GenerationChunk, GenerationRequest, 
 from handlers.errors import HandlerLoadError, PredictionException
 from tests.support import engine_runs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 # 384 tokens: fewer than eight requests need.
 run_with_engine = partial(engine_runs.run_with_engine, num_blocks=24, max_batch_tokens=64)
 LENGTHS = [(3, 40), (17, 5), (64, 60), (1, 80), (130, 20), (30, 30), (8, 1), (90, 50)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: the models are so small that more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 async def collect(engine: Engine, request: GenerationRequest) -> tuple[list[int], str | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,10 @@ from tests.support.engine_runs import run_with_engine
 from tests.support.hf_folders import save_gpt2, save_llama
 from tests.support.lora_folders import generate, save_adapter
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = list(b"Once upon a time there was a king who lived in a castle")  # longer than three pages
 COUNT = 24
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: the models are so small that more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from handlers.engines import openai
 from handlers.engines.engine import SamplingParams
 from handlers.errors import PredictionException
 from handlers.ignored_fields import format_ignored
-from tests.support.served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel
+from tests.support.served_llm import HELLO, TOOL_CALL_MESSAGES, ServedModel, serve_copy
 
 pytestmark = pytest.mark.integration
 
@@ -28,20 +26,12 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def model(language_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(language_model, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    settings = folder / "generation_config.json"
+def model(
+    one_thread: None, language_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServedModel]:
     # Without a reachable stop token, completions never end early.
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": 300}))
-    made = ServedModel(folder)
-    yield made
-    assert made.entry.instance.engine.cache_usage == 0, "the cache is free again"
-    made.close()
-    torch.set_num_threads(threads)
+    with serve_copy(language_model, tmp_path_factory.mktemp("chat"), TEMPLATE, eos_token_id=300) as model:
+        yield model
 
 
 def test_a_completion(model: ServedModel) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,11 @@ from handlers.engines.engine import Engine, GenerationRequest, SamplingParams, S
 from handlers.engines.prefix_cache import iterate_hashes
 from handlers.errors import HandlerLoadError
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAGE = 16
 SIZES = {"num_blocks": 24, "page_size": PAGE, "max_batch_tokens": 64}
 PREFIX = [(position * 29 + 3) % 256 for position in range(100)]  # six pages, and four tokens
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: the models are so small that more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Client:

@@ -54,14 +54,6 @@ FIELDS = st.fixed_dictionaries(
 
 
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
 def model(language_model: Path, one_thread: None) -> Iterator[ServedModel]:
     made = ServedModel(language_model)
     yield made

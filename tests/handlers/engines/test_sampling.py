@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from handlers.engines import openai
-from tests.support.served_llm import ServedModel
+from tests.support.served_llm import ServedModel, serve_copy
 
 pytestmark = pytest.mark.integration
 
@@ -21,17 +21,11 @@ COUNT = 80
 
 
 @pytest.fixture(scope="module")
-def model(language_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("sampling") / "model"
-    shutil.copytree(language_model, folder)
-    settings = folder / "generation_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": 300}))
-    made = ServedModel(folder)
-    yield made
-    made.close()
-    torch.set_num_threads(threads)
+def model(
+    one_thread: None, language_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServedModel]:
+    with serve_copy(language_model, tmp_path_factory.mktemp("sampling"), eos_token_id=300) as model:
+        yield model
 
 
 def generate(model: ServedModel, **fields: Any) -> list[str]:

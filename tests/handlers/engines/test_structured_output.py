@@ -13,12 +13,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 
 from handlers.engines import openai, structured_output
 from handlers.engines.engine import SamplingParams
 from handlers.errors import PredictionException
-from tests.support.served_llm import HELLO, ServedModel
+from tests.support.served_llm import HELLO, ServedModel, serve_copy
 
 pytestmark = pytest.mark.integration
 
@@ -40,17 +39,12 @@ BOUNDED_JSON = {"type": "object", "additionalProperties": {"enum": [1]}, "maxPro
 
 
 @pytest.fixture(scope="module")
-def model(language_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("structured") / "model"
-    shutil.copytree(language_model, folder)
-    (folder / "chat_template.jinja").write_text("{% if tools %}tools {% endif %}Hello")
-    made = ServedModel(folder)
-    yield made
-    assert made.entry.instance.engine.cache_usage == 0, "the cache is free again"
-    made.close()
-    torch.set_num_threads(threads)
+def model(
+    one_thread: None, language_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServedModel]:
+    template = "{% if tools %}tools {% endif %}Hello"
+    with serve_copy(language_model, tmp_path_factory.mktemp("structured"), template) as model:
+        yield model
 
 
 def content(response: dict[str, Any]) -> list[str]:

@@ -93,12 +93,13 @@ def test_each_row_has_its_own_target(explain: Any) -> None:
         {"data": constant_image(1.0), "target": bytearray(b"1")},
         {"data": constant_image(1.0)},
         {"data": constant_image(1.0), "target": 9},
+        {"data": constant_image(1.0), "target": 2**63},
     ]
-    second, first, error = explain("image_classifier", IMAGES, [*rows])
+    second, first, error, overflow = explain("image_classifier", IMAGES, [*rows])
     assert [plane[0][0] * 16 for plane in second] == pytest.approx([4, 5, 6], abs=1e-4)
     assert [plane[0][0] * 16 for plane in first] == pytest.approx([1, 2, 3], abs=1e-4)
-    assert isinstance(error, PredictionException)
-    assert error.error_code == 400 and "no output 9" in error.message
+    assert isinstance(error, PredictionException) and isinstance(overflow, PredictionException)
+    assert error.error_code == overflow.error_code == 400 and "no output 9" in error.message
 
 
 def test_a_text_is_explained_by_word(explain: Any) -> None:

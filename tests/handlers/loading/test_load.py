@@ -125,7 +125,7 @@ def test_a_named_class_without_handle_is_an_error(archive: Archive) -> None:
 def test_an_unknown_handler_gets_a_suggestion(archive: Archive) -> None:
     directory = archive(my_handler=CLASS)
     with pytest.raises(
-        HandlerLoadError, match=r"no handler 'my_handlr\.py'. Did you mean 'my_handler'\?"
+        HandlerLoadError, match=r"no handler 'my_handlr\.py'. Did you mean 'my_handler\.py'\?"
     ) as raised:
         handlers.load("my_handlr.py", directory, {})
     assert ", ".join(sorted(handlers.HANDLERS)) in str(raised.value) and "my_handler.py" in str(raised.value)
@@ -336,3 +336,19 @@ def test_a_model_without_code_imports_nothing_of_its_folder(tmp_path, monkeypatc
     for handler in ("own", "own.py:handle", "own:handle"):
         with pytest.raises(HandlerLoadError, match="there is no handler"):
             handlers.load(handler, tmp_path, {}, runs_code=False)
+
+
+@pytest.mark.parametrize("name", ["{file}.py:shout", "{file}:shout"])
+def test_only_the_variable_of_the_owner_names_a_file_outside_of_the_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    (tmp_path / "outside_it.py").write_text("def shout(data, context): return data")
+    handler = name.format(file=tmp_path / "outside_it")
+    with pytest.raises(HandlerLoadError, match="there is no handler"):
+        handlers.load(handler, archive, {})
+    monkeypatch.setenv("SAGEMAKER_HANDLER", handler)
+    assert handlers.load(handler, archive, {})(["a"], None) == ["a"]
+    with pytest.raises(HandlerLoadError, match="there is no handler"):
+        handlers.load(handler, archive, {}, runs_code=False)

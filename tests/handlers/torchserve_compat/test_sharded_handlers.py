@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import handlers
 from handlers.context import Context
 from handlers.errors import HandlerLoadError
 from handlers.torchserve_compat import names
+from tests.support.rank_programs import run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -71,19 +69,12 @@ class Pipelined(Generation, BasePippyHandler, ABC):
         self.initialized = True
 """
 RANK = """
-import json, os, sys, torch
 from pathlib import Path
-torch.set_num_threads(1)
 import handlers
 from handlers.context import Context
-from handlers.distributed.process_group import RankPlacement, Rendezvous
 from handlers.torchserve_compat import names
 
-rank, port, folder, config = (json.loads(argument) for argument in sys.argv[1:])
-placement = RankPlacement(rank, 2, rank, 2, "127.0.0.1")
-rendezvous = Rendezvous(placement) if rank == 0 else Rendezvous(placement, port)
-print(rendezvous.port, flush=True)
-rendezvous.join()
+folder, config = arguments
 names.install()
 os.chdir(folder)
 manifest = {"model": {"handler": "handler.py"}}
@@ -92,8 +83,7 @@ context = Context("m", folder, manifest, model_yaml_config=config)
 entry.initialize(context)
 context.begin(["a"], [{}], [{}])
 held = sum(parameter.numel() for parameter in entry.instance.model.parameters())
-print(json.dumps([entry([{"body": "Once upon a"}], context), held]), flush=True)
-os._exit(0)  # skips the teardown of the process group, whose peer may have exited
+result = [entry([{"body": "Once upon a"}], context), held]
 """
 HANDLER = {"model_path": "model", "max_new_tokens": 12}
 PIPELINE = {"model_type": "HF", "input_names": ["input_ids"], "chunks": 1, "rpc_timeout": 1800}
@@ -115,24 +105,6 @@ def write(tmp_path: Path) -> Any:
     return write_archive
 
 
-def run_ranks(folder: Path, config: dict[str, Any]) -> list[Any]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-
-    def start(rank: int, port: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", RANK, *map(json.dumps, (rank, port, str(folder), config))]
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-
-    ranks = [start(0, 0)]
-    try:
-        assert ranks[0].stdout is not None
-        ranks.append(start(1, json.loads(ranks[0].stdout.readline())))
-        return [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-
-
 def generate_whole(folder: Path) -> list[str]:
     from handlers.builtin.causal_lm import CausalLM
 
@@ -146,7 +118,7 @@ def generate_whole(folder: Path) -> list[str]:
 def test_two_ranks_of_deepspeed_answer_as_one(write: Any) -> None:
     config = {"handler": HANDLER, "deepspeed": {"config": "ds-config.json", "checkpoint": "c.json"}}
     folder = write(DEEPSPEED)
-    (first, held), (second, other) = run_ranks(folder, config)
+    (first, held), (second, other) = run_ranks(RANK, str(folder), config)
     assert first == second == generate_whole(folder)
     assert held + other < 1.4 * count_parameters(folder), "each rank keeps its part of the layers"
 
@@ -154,7 +126,7 @@ def test_two_ranks_of_deepspeed_answer_as_one(write: Any) -> None:
 @pytest.mark.nightly
 def test_two_ranks_of_a_pipeline_answer_as_one(write: Any) -> None:
     folder = write(PIPPY)
-    (first, _), (second, _) = run_ranks(folder, {"handler": HANDLER, "pippy": PIPELINE})
+    (first, _), (second, _) = run_ranks(RANK, str(folder), {"handler": HANDLER, "pippy": PIPELINE})
     assert first == second == generate_whole(folder)
 
 
