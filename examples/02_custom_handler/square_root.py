@@ -1,8 +1,7 @@
 """A class as a handler; a PredictionException in place of an answer fails only that row."""
 
 import torch
-
-from handlers.errors import PredictionException
+from torchrelay import PredictionException
 
 
 class SquareRoot:

@@ -10,8 +10,7 @@ from contextlib import suppress
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from sklearn.datasets import load_digits
-
-from serve_app.client import AsyncClient, ConflictError
+from torchrelay import AsyncClient, ConflictError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")

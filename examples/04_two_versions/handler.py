@@ -1,4 +1,4 @@
-from handlers.base import BaseHandler
+from torchrelay import BaseHandler
 
 
 class Reader(BaseHandler):

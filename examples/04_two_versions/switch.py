@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from serve_app.client import Client, ConflictError
+from torchrelay import Client, ConflictError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")

@@ -14,8 +14,7 @@ from collections import Counter
 from contextlib import suppress
 
 import httpx
-
-from serve_app.client import AsyncClient, ConflictError
+from torchrelay import AsyncClient, ConflictError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
@@ -131,7 +130,7 @@ async def main(options: argparse.Namespace) -> bool:
             check(rolled_back["state"] == "rolled_back", "2.0 went back by itself")
             for reading in rolled_back["decisions"][-1]["figures"].get("guardrails", []):
                 print(f"       {reading['words']}")
-            check(failed_by_new > 0, f"2.0 failed {failed_by_new:,} calls")
+            check(failed_by_new > 0, f"2.0 failed {failed_by_new:,} requests")
             check(failed == failed_by_new, "no call failed but these")
 
             promoted = await roll_out(client, {"to": "3.0", **plan})
@@ -154,7 +153,9 @@ def parse_percents(text: str) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connections", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=400, help="calls a second, of all connections together")
+    parser.add_argument(
+        "--rate", type=float, default=400, help="requests a second, of all connections together"
+    )
     parser.add_argument("--steps", type=parse_percents, default=[1, 5, 25, 50, 100])
     parser.add_argument("--bake", type=float, default=10, help="seconds for which each step holds")
     parser.add_argument("--min-calls", type=int, default=20)

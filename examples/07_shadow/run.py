@@ -12,8 +12,7 @@ from contextlib import suppress
 
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-
-from serve_app.client import NO_RETRIES, AsyncClient, ConflictError, ServerError
+from torchrelay import NO_RETRIES, AsyncClient, ConflictError, ServerError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")
@@ -108,7 +107,7 @@ async def main() -> bool:
                 summary = ", ".join(
                     f"{n} by {version} with status {status}" for (version, status), n in answers.items()
                 )
-                print(f"  {len(images)} calls were answered: {summary}")
+                print(f"  {len(images)} requests were answered: {summary}")
                 succeeded = succeeded and answers == {("1.0", 200): len(images)}
                 show(pair)
         finally:

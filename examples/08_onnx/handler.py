@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-
-from handlers.base import BaseHandler
-from handlers.errors import PredictionException
+from torchrelay import BaseHandler, PredictionException
 
 
 class FileType(BaseHandler):

@@ -13,8 +13,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 
 from openai import AsyncOpenAI, BadRequestError
-
-from serve_app.client import AsyncClient, ConflictError, HandlerFailedError
+from torchrelay import AsyncClient, ConflictError, HandlerFailedError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")

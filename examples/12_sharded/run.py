@@ -7,8 +7,7 @@ import time
 from contextlib import suppress
 
 import httpx
-
-from serve_app.client import NO_RETRIES, Client, ConflictError, ServerError
+from torchrelay import NO_RETRIES, Client, ConflictError, ServerError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")

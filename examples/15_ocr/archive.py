@@ -19,9 +19,7 @@ def networks() -> Path:
     """Return the folder of the graphs in the installed package, without importing the package."""
     package = importlib.util.find_spec("rapidocr")
     if package is None:
-        raise SystemExit(
-            "the package rapidocr is not installed: .venv/bin/pip install -c constraints.txt rapidocr"
-        )
+        raise SystemExit("the package rapidocr is not installed: pip install 'torchrelay[examples]'")
     return Path(package.submodule_search_locations[0], "models")
 
 

@@ -5,11 +5,9 @@ from pathlib import Path
 import numpy as np
 from characters import alphabet, texts
 from lines import crop_line, decode_image, detector_input, find_lines, recogniser_input, scaled_width
+from torchrelay import BaseHandler, OnnxModel, PredictionException
 
-from handlers.base import BaseHandler
 from handlers.builtin.vision import decode_base64
-from handlers.errors import PredictionException
-from handlers.onnx_model import OnnxModel
 
 DIRECTION_WIDTH = 192  # of a line, as the network for directions was trained
 MAX_BATCH_WIDTH = 10_000  # pixels per recogniser batch: it outputs 18,710 numbers for every eighth pixel

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
-
-from serve_app.client import Client
+from torchrelay import Client
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 LINES = ("Corner Bakery", "2 croissants 5.80", "1 espresso 2.40", "Total 8.20 EUR", "Thank you, come again!")

@@ -1,9 +1,7 @@
 """Detect the lines of text in an image."""
 
 from lines import decode_image, detector_input, find_lines
-
-from handlers.base import BaseHandler
-from handlers.errors import PredictionException
+from torchrelay import BaseHandler, PredictionException
 
 
 class Detector(BaseHandler):

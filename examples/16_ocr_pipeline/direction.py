@@ -1,8 +1,7 @@
 """Classify whether the image of a line of text is upside down."""
 
 from lines import decode_image, recogniser_input
-
-from handlers.base import BaseHandler
+from torchrelay import BaseHandler
 
 WIDTH = 192  # of a line, as the network was trained
 

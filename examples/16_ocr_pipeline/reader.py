@@ -2,8 +2,7 @@
 
 from characters import alphabet, texts
 from lines import decode_image, recogniser_input, scaled_width
-
-from handlers.base import BaseHandler
+from torchrelay import BaseHandler
 
 
 class Reader(BaseHandler):

@@ -1,8 +1,7 @@
 import os
 
 import torch
-
-from handlers.base import BaseHandler
+from torchrelay import BaseHandler
 
 PREDICTED_LETTERS = 24
 

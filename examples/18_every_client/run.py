@@ -20,8 +20,8 @@ import numpy as np
 import tritonclient.grpc
 import tritonclient.http
 from openai import OpenAI
+from torchrelay import Client, ServerError
 
-from serve_app.client import Client, ServerError
 from serve_app.proto import inference_pb2, inference_pb2_grpc, management_pb2, management_pb2_grpc
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
@@ -80,7 +80,7 @@ def openai() -> Checks:
         chunks = [
             c.choices[0].delta.content or "" for c in client.chat.completions.create(**params, stream=True)
         ]
-        yield f"the same in {len(chunks)} pieces", first + "".join(chunks) == RHYME
+        yield f"the same in {len(chunks)} chunks", first + "".join(chunks) == RHYME
 
 
 def embeddings() -> Checks:
@@ -132,7 +132,7 @@ def own_client(client: Client) -> Checks:
     while (result := client.async_result(id)) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     total = None if result is None else result.json()["OUTPUT0"]
-    yield "put aside, and answered later", total == (ONES + RAMP).tolist()
+    yield "stored, and answered later", total == (ONES + RAMP).tolist()
 
 
 def main() -> int:
@@ -147,7 +147,7 @@ def main() -> int:
                 try:
                     client.register(model, initial_workers=1, model_name=Path(model).stem)
                 except ServerError as error:
-                    print(f"passed over: {error}")
+                    print(f"skipped: {error}")
                 else:
                     served.add(Path(model).stem)
         clients: list[tuple[str, Callable[[], Checks]]] = [
@@ -155,7 +155,7 @@ def main() -> int:
             ("tritonclient, gRPC", lambda: triton(tritonclient.grpc, arguments.grpc)),
             ("TorchServe's gRPC", lambda: torchserve(arguments.grpc, arguments.grpc_management)),
             ("httpx", plain),
-            ("serve_app.client", lambda: own_client(client)),
+            ("torchrelay", lambda: own_client(client)),
         ]
         if "rhymes" in served:
             clients.append(("openai", openai))

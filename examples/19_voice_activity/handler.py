@@ -1,7 +1,5 @@
 import torch
-
-from handlers.base import BaseHandler
-from handlers.errors import PredictionException
+from torchrelay import BaseHandler, PredictionException
 
 RATE = 16_000  # samples per second
 WINDOW = 512  # new samples per step of the network, behind CONTEXT earlier ones

@@ -3,9 +3,8 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from torchrelay import Client, ConflictError
 from voices import RATE, recording
-
-from serve_app.client import Client, ConflictError
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 MANAGEMENT = os.environ.get("TORCHRELAY_MANAGEMENT", "http://127.0.0.1:8081")

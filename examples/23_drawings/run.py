@@ -8,8 +8,7 @@ from pathlib import Path
 
 from drawings import draw
 from PIL import Image, ImageDraw
-
-from serve_app.client import Client
+from torchrelay import Client
 
 INFERENCE = os.environ.get("TORCHRELAY_INFERENCE", "http://127.0.0.1:8080")
 COLORS = {"figure": "#b3261e", "house": "#1a56a8", "sun": "#e08a00"}

@@ -30,7 +30,7 @@ def test_06_canary(server: Server, run) -> None:
     printed = run(
         "06_canary/run.py", *quick, "--p99", "100"
     )  # a machine that stalls is no fault of a version's
-    assert re.findall(r"^  (yes|NO )  (.*?)(?:\d+ calls)?$", printed, re.MULTILINE) == [
+    assert re.findall(r"^  (yes|NO )  (.*?)(?:\d+ requests)?$", printed, re.MULTILINE) == [
         ("yes", "2.0 went back by itself"),
         ("yes", "2.0 failed "),
         ("yes", "no call failed but these"),
@@ -39,7 +39,7 @@ def test_06_canary(server: Server, run) -> None:
         ("yes", "3.0 answers every call"),
     ], printed
     guardrail = (
-        r"error_rate [\d.]+ % of \d+ calls against 0 % of [\d,]+.*; at most 1 % more is allowed \(surely"
+        r"error_rate [\d.]+ % of \d+ requests against 0 % of [\d,]+.*; at most 1 % more is allowed \(surely"
     )
     assert re.search(guardrail, printed), printed
     log = server.process.log.read_text(errors="replace")

@@ -20,7 +20,7 @@ def test_07_shadow(server: Server, run: Callable[..., str]) -> None:
     printed = run("07_shadow/run.py")
     good, bad = printed.split("\nPUT ")[1:]
     for part in (good, bad):
-        assert "360 calls were answered: 360 by 1.0 with status 200\n" in part
+        assert "360 requests were answered: 360 by 1.0 with status 200\n" in part
     together, agree, flips = re.search(
         r"shadow 2\.0: (\d+) compared, 0 errors\n +([\d.]+) % agree; (\d+) flips", good
     ).groups()

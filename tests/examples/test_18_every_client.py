@@ -18,5 +18,5 @@ def test_18_every_client(server: Server, run) -> None:
     printed = run("18_every_client/run.py", "--grpc", at["inference"], "--grpc-management", at["management"])
     reported = re.findall(r"^(yes|NO )  (.{20}) ", printed, re.MULTILINE)
     assert {answer for answer, _ in reported} == {"yes"}, printed
-    clients = {"tritonclient, HTTP", "tritonclient, gRPC", "TorchServe's gRPC", "httpx", "serve_app.client"}
+    clients = {"tritonclient, HTTP", "tritonclient, gRPC", "TorchServe's gRPC", "httpx", "torchrelay"}
     assert {name.strip() for _, name in reported} >= clients, printed

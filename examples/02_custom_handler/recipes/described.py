@@ -1,6 +1,6 @@
 """Metadata for ``GET /models/{model}?customized=true``."""
 
-from handlers.base import BaseHandler
+from torchrelay import BaseHandler
 
 
 class Described(BaseHandler):

@@ -1,6 +1,7 @@
 """A stage whose time is reported as a metric."""
 
-from handlers.base import BaseHandler
+from torchrelay import BaseHandler
+
 from handlers.torchserve_compat.timer import timed
 
 

@@ -1,6 +1,6 @@
 """Explanations of a handler's own."""
 
-from handlers.base import BaseHandler
+from torchrelay import BaseHandler
 
 
 class Reasons(BaseHandler):

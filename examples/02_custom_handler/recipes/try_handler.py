@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import handlers
-from handlers.context import Context
+from torchrelay import Context
 
-directory = Path("my_model")
-manifest = {"model": {"handler": "handler.py"}}
-entry = handlers.load("handler.py", directory, manifest)
-context = Context("my_model", str(directory), manifest)
+import handlers
+
+directory = Path(__file__).parent  # of the handler's files
+entry = handlers.load("greeter.py", directory, manifest={})
+context = Context("greeter", str(directory), manifest={})
 entry.initialize(context)
 context.begin(request_ids=["1"], headers=[{}], parameters=[{}])
 print(entry([{"body": "world"}], context))
