@@ -44,6 +44,9 @@ setup: $(INSTALLED) $(MODEL)
 $(CREATED):
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 with its venv module was found." \
 		"Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { echo "$(PYTHON) is" \
+		"$$($(PYTHON) --version 2>&1), and Python 3.10 to 3.13 is needed." \
+		"Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@# The pip of Python 3.11 takes 6 minutes where this one takes 2.

@@ -44,6 +44,7 @@ def settings() -> str:
     page = ["# Settings", _introduction(ROOT / "configs/settings.yaml")]
     section: list[tuple[str, str, str]] = []
     comment: list[str] = []
+    group = ""  # of the nested keys that follow
     for line in _body(ROOT / "configs/settings.yaml"):
         entry = re.fullmatch(r"( *)(\w+): ?(.*)", line)
         if not entry:
@@ -53,8 +54,10 @@ def settings() -> str:
         if not value and not indent:
             page += [_settings_table(section), f"## `{key}`", " ".join(comment)]
             section = []
-        elif value:
-            section.append((f"`{key}`", f"`{value}`", " ".join(comment)))
+        else:
+            group = f"{key}." if not value else group if len(indent) > 2 else ""
+            name = key if not value else f"{group}{key}"
+            section.append((f"`{name}`", f"`{value}`" if value else "", " ".join(comment)))
         comment = []
     return "\n\n".join(part for part in [*page, _settings_table(section)] if part)
 
@@ -101,12 +104,15 @@ def command_line() -> str:
 
 def metrics() -> str:
     ours = ((f"`{m.name}`", m.kind, ", ".join(m.labels), m.help) for m in METRICS)
+    recent = " and ".join(f"`{m.name}`" for m in METRICS if m.keeps_recent)
     theirs = ((f"`{f.name}`", f.kind, f.unit, ", ".join(f.dimensions)) for f in catalog.DEFAULT)
     return "\n".join(
         [
             "# Metrics\n",
             "`GET /metrics` on port 8082 covers the whole cluster. Prometheus adds `_total` to the name of a "
             "counter, and `_bucket`, `_sum` and `_count` to that of a histogram.\n",
+            f"{recent} have `_recent`, too, on pages whose `name[]` has it: in the label `values` the latest "
+            "100 values of all processes, the oldest first; its value is the time since which is counted.\n",
             "## Torchrelay's\n",
             table(["metric", "kind", "labels", "meaning"], ours),
             "## TorchServe's\n",
@@ -116,8 +122,8 @@ def metrics() -> str:
 
 
 def error_reasons() -> str:
-    """Return the reasons of errors with their statuses, conditions and remedies (docs/remedies.yaml)."""
-    remedies = yaml.safe_load((ROOT / "docs/remedies.yaml").read_text())
+    """Return the reasons of errors with their statuses, conditions and remedies."""
+    remedies = yaml.safe_load((ROOT / "serve_app/cli/remedies.yaml").read_text())
     classes = error_classes()
     rows = [_error(reason, classes.get(reason, []), remedy) for reason, remedy in remedies.items()]
     return "\n".join(

@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.load_test.profile import LoadProfile, LoadResult, percentile
+from serve_app.client.prometheus_text import percentile
+from serve_app.load_test.profile import LoadProfile, LoadResult
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 

@@ -80,6 +80,6 @@ def test_each_error_has_a_remedy(site: Path) -> None:
         import reference
     finally:
         sys.path.remove(str(ROOT / "docs"))
-    remedies = yaml.safe_load((ROOT / "docs/remedies.yaml").read_text())
+    remedies = yaml.safe_load((ROOT / "serve_app/cli/remedies.yaml").read_text())
     assert set(remedies) == {*reference.error_classes(), "internal", "starting"}
     assert [reason for reason in remedies if reason not in page(site, "errors.html")] == []

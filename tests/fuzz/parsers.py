@@ -38,9 +38,10 @@ from serve_app.errors import InvalidArchive
 from serve_app.model_store import workflow_archive
 from serve_app.model_store.archive import Archive, ModelConfig
 from serve_app.model_store.cache import unpack
+from serve_app.protocols.http import form_data
 from serve_app.protocols.openai import embeddings, ranking
 from serve_app.protocols.openinference import binary_codec, conversion, generate
-from serve_app.protocols.torchserve import form_data
+from serve_app.protocols.tei import requests as tei
 from serve_app.torchserve_config import parser, translator
 from tests.fuzz.documents import ByteReader, build_object, build_value
 from tests.fuzz.target import REFUSALS, target
@@ -107,7 +108,10 @@ def openinference_json(data: bytes) -> None:
         generate.parse_request("m", None, document, True)
     except REFUSALS:
         pass
-    for parse in (embeddings.parse_request, ranking.parse_score, ranking.parse_rerank):
+    for parse in (
+        *(embeddings.parse_request, ranking.parse_score, ranking.parse_rerank),
+        *(tei.parse_embed, tei.parse_predict, tei.parse_rerank, tei.parse_decode, tei.parse_default),
+    ):
         with contextlib.suppress(REFUSALS):
             parse(binary_codec.parse_json_object(body))
 

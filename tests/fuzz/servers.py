@@ -36,6 +36,8 @@ _PATHS = (
         "/v1/completions",
         "/v1/embeddings",
         "/v1/rerank",
+        "/tei/m",
+        "/tei/m/embed",
         "/v1/models",
     ),
     *("/v2/models/stats", "/ping", "/", "/api-description", "/openapi.json", "/docs", "/predictions/../x"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 
 from serve_app.load_test.profile import LoadProfile
 from tests.benchmarks import open_inference
 from tests.benchmarks.servers import PeerFailed
+from tests.support.http_server import running
 
 pytestmark = pytest.mark.nightly
 
@@ -42,12 +42,8 @@ def server():
         def handle_error(self, *_):
             """Ignore the generator's disconnect during an answer."""
 
-    with Server(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", Handler
-        server.shutdown()
-        thread.join()
+    with running(Server(("127.0.0.1", 0), Handler)) as address:
+        yield address, Handler
 
 
 def test_what_is_sent_comes_back(server, monkeypatch):

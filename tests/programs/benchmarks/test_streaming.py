@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import zipfile
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-import uvicorn
 
 from handlers.context import Context
 from serve_app.dataplane.data_plane import DataPlane, RoutingTableReader
@@ -26,6 +24,7 @@ from serve_app.telemetry.metrics import Meters
 from tests.benchmarks import streaming
 from tests.benchmarks.models.chunks import Chunks
 from tests.support.coroutine_backend import CoroutineBackend
+from tests.support.protocol_servers import serve_app_over_http
 
 pytestmark = pytest.mark.nightly
 
@@ -56,13 +55,8 @@ def address() -> Iterator[str]:
     app = inference_app(
         DataPlane(RoutingTableReader(table), meters, lambda ref, row: Target()), Settings(), meters
     )
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+    with serve_app_over_http(app) as address:
+        yield address
 
 
 @pytest.fixture
