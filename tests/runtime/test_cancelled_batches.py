@@ -16,7 +16,7 @@ from serve_app.domain.request import InferenceRequest, InputPart, ResponseStream
 from serve_app.errors import DeadlineExceeded
 from serve_app.runtime.batching.batcher import Batcher
 from serve_app.telemetry.metrics import Meters
-from tests.support.batcher_fakes import REF, run_in_event_loop, until
+from tests.support.batcher_fakes import REF, Clock, run_in_event_loop, until
 
 pytestmark = pytest.mark.integration
 
@@ -48,8 +48,17 @@ class Handler:
 
     def __init__(self, load_runner: Callable[..., Any], folder: Path) -> None:
         self._folder = folder
+        self.clock = Clock()
         runner = load_runner(PATIENT)
-        self.batcher = Batcher(runner.run, REF, Meters(), max_batch_size=4)
+        self.batcher = Batcher(
+            runner.run,
+            REF,
+            Meters(),
+            max_batch_size=4,
+            response_timeout=0,
+            clock=self.clock,
+            timer=self.clock.timer,
+        )
 
     def start(self, id: str, deadline: float | None = None, **options: Any) -> asyncio.Future[Any]:
         body = json.dumps({"folder": str(self._folder), **options}).encode()
@@ -101,8 +110,11 @@ def test_a_batch_is_cancelled_once_all_its_callers_have_left(handler: Callable[[
 def test_a_caller_whose_deadline_has_passed_has_left(handler: Callable[[], Handler]) -> None:
     async def main() -> None:
         served = handler()
+        row = served.start("a", deadline=time.time() + 60)
+        await served.wait_until_seen(False)
+        served.clock.move(60)
         with pytest.raises(DeadlineExceeded):
-            await served.start("a", deadline=time.time() + 0.2)
+            await row
         await served.wait_until_seen(True)
         await served.batcher.close()
 

@@ -144,11 +144,11 @@ async def test_shadows_run_alone_when_no_other_row_waits():
 
 @run_in_event_loop
 async def test_shadows_have_their_own_limit_and_end_at_their_deadline_or_at_shutdown():
-    model = Model(blocks=True)
-    batcher = create_batcher(model.run, queue_size=1)
+    clock, model = Clock(), Model(blocks=True)
+    batcher = create_batcher(model.run, queue_size=1, clock=clock, timer=clock.timer)
     first = start_submits(batcher, "a")
     await model.started_at.get()
-    late = start_submits(batcher, make_prioritized_request("late", "shadow", deadline=time.time() + 0.5))
+    late = start_submits(batcher, make_prioritized_request("late", "shadow", deadline=time.time() + 60))
     shadows = start_submits(batcher, *(make_prioritized_request(str(i), "shadow") for i in range(14)))
     shadows += start_submits(batcher, make_prioritized_request("another kind", "shadow", kind="explain"))
     await asyncio.sleep(0)
@@ -156,6 +156,7 @@ async def test_shadows_have_their_own_limit_and_end_at_their_deadline_or_at_shut
         await batcher.infer(make_prioritized_request("one too many", "shadow"))
     assert caught.value.detail == "16 shadows wait"
     first += start_submits(batcher, "b")  # a caller finds its place all the same
+    clock.move(60)
     with pytest.raises(DeadlineExceeded):
         await late[0]
     shadows[0].cancel()

@@ -16,7 +16,7 @@ from serve_app.runtime.batching.continuous_batcher import ContinuousBatcher
 from serve_app.runtime.batching.sequence_batcher import SequenceBatcher
 from serve_app.runtime.batching.sequence_state import SequenceOptions
 from serve_app.telemetry.metrics import Meters
-from tests.support.batcher_fakes import run_in_event_loop, until
+from tests.support.batcher_fakes import Clock, run_in_event_loop, until
 
 pytestmark = pytest.mark.integration
 
@@ -154,14 +154,18 @@ async def test_a_caller_that_leaves_frees_its_place(counted):
 
 @run_in_event_loop
 async def test_a_deadline_ends_a_row_in_mid_stream_and_one_that_waits(counted):
-    turn = threading.Semaphore(0)
-    batcher, steps = counted(turn, max_batch_size=1)
-    row = asyncio.ensure_future(batcher.infer(make_request(1000, "a", deadline=time.time() + 1.0)))
+    turn, clock = threading.Semaphore(0), Clock()
+    batcher, steps = counted(turn, max_batch_size=1, response_timeout=0, clock=clock, timer=clock.timer)
+    row = asyncio.ensure_future(batcher.infer(make_request(1000, "a", deadline=time.time() + 200)))
     await until(lambda: steps)
     turn.release()
     stream = await row
+    waiting = asyncio.ensure_future(batcher.infer(make_request(0, "b", deadline=time.time() + 100)))
+    await until(lambda: batcher.pending == 1)
+    clock.move(100)
     with pytest.raises(DeadlineExceeded):
-        await batcher.infer(make_request(0, "b", deadline=time.time() + 0.02))
+        await waiting
+    clock.move(100)
     with pytest.raises(DeadlineExceeded):
         await chunks(stream)
     turn.release(5)

@@ -192,9 +192,8 @@ def test_who_left_and_whose_deadline_passed_is_in_no_batch():
     async def case():
         model = Model()
         made = Batcher(model.run, REF, Meters(), bucket_by_length=True, max_batch_size=4)
-        first, gone, late, stays = await waiting(
-            made, model, [row(10), row(11, deadline=time.time() + 0.5), row(12)]
-        )
+        first, gone, stays = await waiting(made, model, [row(10), row(12)])
+        late = asyncio.ensure_future(made.infer(row(11, deadline=time.time() + 0.5)))
         gone.cancel()
         await asyncio.wait({late}, timeout=60)
         assert type(late.exception()).__name__ == "DeadlineExceeded"

@@ -72,8 +72,10 @@ import numpy, psutil
 from serve_app.runtime.handler_thread import HandlerThread
 from serve_app.runtime.host import malloc
 
-trimmed = threading.Event()
+ran, trimmed = threading.Event(), threading.Event()
 def on_idle():
+    if not ran.is_set():  # the pause before the batch
+        return
     before = psutil.Process().memory_info().rss
     malloc.trim()
     print(before - psutil.Process().memory_info().rss)
@@ -81,8 +83,8 @@ def on_idle():
 
 malloc.tune()
 thread = HandlerThread(on_idle=on_idle, idle_after=0.01)
-thread.submit(lambda: len([numpy.ones(2 << 20, "u1") for layer in range(20)])).result()
-assert trimmed.wait(10)
+thread.submit(lambda: len([numpy.ones(2 << 20, "u1") for layer in range(20)]) and ran.set()).result()
+assert trimmed.wait(60)
 """
 
 
