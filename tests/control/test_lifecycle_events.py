@@ -64,7 +64,7 @@ def test_since_an_event_only_what_came_after_it() -> None:
 
 def test_a_listener_waits_for_what_comes_next_and_for_a_registration_that_is_yet_to_begin() -> None:
     async def test(log: EventLog) -> None:
-        waiting = [asyncio.create_task(log.wait_for_events("m", "mine", None, 5)) for _ in range(3)]
+        waiting = [asyncio.create_task(log.wait_for_events("m", "mine", None, 60)) for _ in range(3)]
         await asyncio.sleep(0)
         log.open("m", "another")
         await asyncio.sleep(0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from serve_app.control.registry import Registry
+from serve_app.control.state import AcknowledgementPolicy
 from serve_app.domain.model import EventQuery, Registration
 from serve_app.errors import Conflict, InProgress, StartFailed, Unavailable, WorkflowFailed
 from serve_app.model_store.workflow_archiver import WorkflowArchiveRecipe, make
@@ -124,8 +125,10 @@ def make_workflow(model_store: Path, workflow_store: Path) -> str:
 
 
 async def add_late_reader(services: ControlServices) -> None:
-    """Add a process that has an old routing table for some seconds."""
+    """Add a process that has an old routing table, and do not wait for it until it is looked up."""
     await services.publisher.poll("late", 0, None)
+    readers = services.reconcile_loop.live_readers
+    services.state._acknowledgement = AcknowledgementPolicy(readers, timeout=0.1)
 
 
 def test_a_removal_that_a_reader_lacks_deletes_the_archive_and_ends_the_history(

@@ -53,7 +53,7 @@ def test_a_change_is_in_force_when_every_reader_has_it() -> None:
         await asyncio.sleep(0)
         for _ in range(20):
             publisher.publish(RoutingTable(publisher.next_generation()))
-            assert await publisher.wait_until_applied(1.0, everybody("0", "1", "2", "3", "4")) == []
+            assert await publisher.wait_until_applied(60.0, everybody("0", "1", "2", "3", "4")) == []
             assert {r.table.generation for r in readers} == {publisher.table.generation}
         for reader in readers:
             reader.task.cancel()
@@ -79,7 +79,7 @@ def test_a_reader_receives_only_the_rows_that_changed() -> None:
         for models in tables:
             generation = publisher.next_generation()
             publisher.publish(RoutingTable(generation, models, bool(models), access, on_loopback=True))
-            await publisher.wait_until_applied(1.0, everybody("r"))
+            await publisher.wait_until_applied(60.0, everybody("r"))
             assert reader.table == publisher.table
         assert [(set(d.changed), set(d.removed)) for d in reader.deltas] == [
             ({"b"}, set()),
@@ -89,7 +89,7 @@ def test_a_reader_receives_only_the_rows_that_changed() -> None:
         ]
         assert all(delta.rest.access is None for delta in reader.deltas)
         publisher.publish(replace(publisher.table, generation=publisher.next_generation(), access=None))
-        await publisher.wait_until_applied(1.0, everybody("r"))
+        await publisher.wait_until_applied(60.0, everybody("r"))
         assert reader.table.access is None
         assert isinstance(await publisher.poll("new", 0, None), RoutingTable)
         reader.task.cancel()
@@ -129,7 +129,7 @@ def test_readers_of_a_board_that_crashed_are_waited_for() -> None:
         publisher = TablePublisher(MetricsAggregator())
         publisher.expect_readers({"back", "gone"})
         publisher.publish(RoutingTable(publisher.next_generation()))
-        change = asyncio.create_task(publisher.wait_until_applied(5.0, everybody("back")))
+        change = asyncio.create_task(publisher.wait_until_applied(60.0, everybody("back")))
         await asyncio.sleep(0)
         assert not change.done(), "nobody has the table yet"
         back = Reader(publisher, "back")
@@ -149,7 +149,7 @@ def test_samples_are_collected_from_all_and_outlive_their_reader() -> None:
         for reader in readers:
             reader.meters.request("m", "1.0", "ok", 0.01)
             reader.meters.depth("m", "1.0", 2)
-        await publisher.collect_metrics(1.0, everybody("0", "1", "2"))
+        await publisher.collect_metrics(60.0, everybody("0", "1", "2"))
         assert total.total("torchrelay_requests", model="m", status="ok") == 3
         assert total.total("torchrelay_queue_depth", model="m") == 6
         readers[0].task.cancel()
@@ -188,15 +188,15 @@ def test_a_reader_that_was_dropped_sends_all_its_samples_again() -> None:
         reader = Reader(publisher, "r")
         await asyncio.sleep(0)
         reader.meters.depth("a", "1.0", 1)
-        await publisher.collect_metrics(1.0, everybody("r"))
+        await publisher.collect_metrics(60.0, everybody("r"))
         publisher.disconnect("r")
         reader.meters.depth("b", "1.0", 2)
         while total.total("torchrelay_queue_depth") < 3:  # the report with b alone is not enough
             await asyncio.sleep(0.01)
-            await publisher.collect_metrics(1.0, everybody("r"))
+            await publisher.collect_metrics(60.0, everybody("r"))
         reader.task.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_reader_that_was_paused_is_counted_once(
@@ -213,23 +213,23 @@ def test_a_reader_that_was_paused_is_counted_once(
         paused.meters.request("m", "1.0", "ok", 0.01)
         paused.meters.depth("m", "1.0", 1)
         paused.meters.request("m", "1.0", "ok", 0.01)
-        await publisher.collect_metrics(1.0, everybody("paused", "other"))
+        await publisher.collect_metrics(60.0, everybody("paused", "other"))
         paused.task.cancel()
         while total.total("torchrelay_queue_depth"):  # until it is dropped, with its gauges
             await asyncio.sleep(0.05)
             await publisher.collect_metrics(0.01, nobody)
-        await publisher.collect_metrics(1.0, everybody("paused", "other"))
+        await publisher.collect_metrics(60.0, everybody("paused", "other"))
         assert total.total("torchrelay_requests") == 2
         paused.meters.request("m", "1.0", "ok", 0.01)
         paused.task = asyncio.create_task(paused.run())
         await asyncio.sleep(0)
-        await publisher.collect_metrics(1.0, everybody("paused", "other"))
+        await publisher.collect_metrics(60.0, everybody("paused", "other"))
         assert total.total("torchrelay_requests") == 3
         assert total.total("torchrelay_queue_depth") == 1
         for reader in (paused, other):
             reader.task.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
     *_, silent, again = (message for message in caplog.messages if "replica paused " in message)
     assert silent.startswith("The process of replica paused runs, and has not polled")
     assert again == "The process of replica paused polls again"
@@ -252,7 +252,7 @@ def test_a_change_outlasts_a_controller_that_cannot_list_replicas() -> None:
             assert await publisher.wait_until_applied(0.5, live_readers) == ["slow"]
             await slow
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_generations_go_up_even_when_a_reader_knows_a_later_one() -> None:

@@ -118,7 +118,7 @@ class ControlServices:
         (home / "model_store").mkdir(exist_ok=True)
         self.settings = settings = Settings(
             home=str(home),
-            control=ControlSettings(acknowledge_timeout=0.2, database_url=url, **control),
+            control=ControlSettings(acknowledge_timeout=60.0, database_url=url, **control),
             auth=AuthSettings(keys=(_OWN_KEY,)),
         )
         self.meters = Meters()

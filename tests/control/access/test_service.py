@@ -54,7 +54,7 @@ class Service:
             return self.readers
 
         self.disowned: list[str] = []
-        acknowledgement = AcknowledgementPolicy(live_readers, 0.3)
+        acknowledgement = AcknowledgementPolicy(live_readers, 60.0)
         self.state = StateStore(
             self.database,
             self.database.load(),
