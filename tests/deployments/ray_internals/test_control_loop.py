@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 from collections.abc import Callable
 from types import SimpleNamespace as Values
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.serve.schema import ApplicationStatus, ProxyStatus
 
-from serve_app.deployments.ray_internals.control_loop import Rounds
+from serve_app.deployments.ray_internals import control_loop
 
 
 class Check:
@@ -42,18 +42,39 @@ def create_controller() -> Any:
     )
 
 
+class Clock:
+    """A clock that a sleep moves at once, and a change at one of its moments."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.change_at, self.change = math.inf, lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        before = self.now
+        self.now += seconds
+        if before < self.change_at <= self.now:
+            self.change()
+
+
 def measure_wait(controller: Any, change: Callable[[Any], None] = lambda _: None) -> float:
     """Return the seconds between two rounds, where ``change`` is called 0.15 s after the first."""
+    clock = Clock()
 
     async def run() -> float:
-        rounds = Rounds(controller)
+        rounds = control_loop.Rounds(controller)
         await rounds.wait()
-        began = time.monotonic()
-        asyncio.get_running_loop().call_later(0.15, change, controller)
+        began = clock.now
+        clock.change_at, clock.change = began + 0.15, lambda: change(controller)
         await rounds.wait()
-        return time.monotonic() - began
+        return clock.now - began
 
-    return asyncio.run(run())
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("asyncio", "time"):
+            patch.setattr(control_loop, module, clock)
+        return asyncio.run(run())
 
 
 def test_a_round_follows_a_second_later_where_nothing_changes() -> None:
