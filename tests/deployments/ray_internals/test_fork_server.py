@@ -111,7 +111,7 @@ def test_the_server_ends_with_the_raylet(tmp_path: Path) -> None:
     server = ForkServer(tmp_path)
     server.raylet.kill()
     server.raylet.wait()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     with pytest.raises(OSError):
         request_fork(server.path, "script.py", ["script.py"], {})
     server.close()
@@ -143,7 +143,7 @@ def test_an_agent_is_forked_and_ends_with_the_raylet(
     program = _start_agent(fork_server.path, tmp_path)
     assert (tmp_path / "output").read_text() == "True\n", "a fork"
     assert Path(f"/proc/{program.pid}/comm").read_text() == "cat\n"
-    program.communicate(written, timeout=10)
+    program.communicate(written, timeout=60)
     assert program.returncode == 0
 
 
@@ -152,7 +152,7 @@ def test_an_agent_starts_without_a_fork_server(tmp_path: Path) -> None:
     missing.touch()  # what does not listen is not waited for
     program = _start_agent(str(missing), tmp_path)
     assert (tmp_path / "output").read_text() == "False\n"
-    program.communicate(b"fail", timeout=10)
+    program.communicate(b"fail", timeout=60)
     assert program.returncode == 1
 
 
