@@ -23,6 +23,11 @@ from serve_app.domain.recycling import Recycling
 from serve_app.errors import BadRequest, ConfigurationError
 
 MIB = 1 << 20
+_Count = Annotated[int, pydantic.Field(ge=0)]
+_Positive = Annotated[int, pydantic.Field(ge=1)]
+_Port = Annotated[int, pydantic.Field(ge=0, le=65535)]
+_Number = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+_PositiveNumber = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 HOME = "TORCHRELAY_HOME"  # where relative paths of the settings start; unset: the working directory
 # The variable in which `torchrelay start` passes the address that clients connect to.
@@ -47,12 +52,12 @@ class ModelStoreSettings(_Section):
     # regular expressions; None: http(s) and oci to public addresses, s3, gs, az and hf, and no file
     allowed_urls: tuple[str, ...] | None = None
     storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by scheme
-    download_timeout: float = 120.0  # seconds, for the whole download, or the listing of a folder
-    max_archive_bytes: int = 64 * 1024 * MIB
-    max_unpacked_bytes: int = 128 * 1024 * MIB
-    max_ratio: float = 200.0  # unpacked : packed of a whole archive; more is a zip bomb
-    max_files: int = 100_000
-    max_depth: int = 64  # directory levels of an archive
+    download_timeout: _PositiveNumber = 120.0  # seconds, for the whole download, or the listing of a folder
+    max_archive_bytes: _Positive = 64 * 1024 * MIB
+    max_unpacked_bytes: _Positive = 128 * 1024 * MIB
+    max_ratio: _PositiveNumber = 200.0  # unpacked : packed of a whole archive; more is a zip bomb
+    max_files: _Positive = 100_000
+    max_depth: _Positive = 64  # directory levels of an archive
     default_service_handler: str = ""
     default_task: str = ""  # of Hugging Face folders
     # patterns of model names: their weights and folders may run code as they load
@@ -67,7 +72,7 @@ class RepositorySettings(_Section):
     """A repository of models that the server follows: new, changed and removed ones are applied."""
 
     url: str = ""  # a folder, or a folder of an object store; empty: none
-    period: Annotated[float, pydantic.Field(gt=0)] = 15.0  # seconds between two reads
+    period: _PositiveNumber = 15.0  # seconds between two reads
     marker: str = ""  # the file without which a version is not complete; empty: none is needed
     latest_is_default: bool = False  # a model's highest version becomes its default once it is ready
     dry_run: bool = False  # only log what would change
@@ -77,10 +82,10 @@ class RepositorySettings(_Section):
 class RuntimeSettings(_Section):
     """The defaults of a version, after its registration and its model-config.yaml."""
 
-    default_workers_per_model: int = 0  # 0 at start-up: one; 0 at a registration: none, as TorchServe
-    default_response_timeout: int = 120  # seconds
-    default_startup_timeout: int = 120  # seconds
-    job_queue_size: int = 100  # rows, in each replica
+    default_workers_per_model: _Count = 0  # 0 at start-up: one; 0 at a registration: none, as TorchServe
+    default_response_timeout: _Positive = 120  # seconds
+    default_startup_timeout: _Positive = 120  # seconds
+    job_queue_size: _Positive = 100  # rows, in each replica
     batcher: Literal["torchrelay", "ray"] = (
         "torchrelay"  # ray: @serve.batch; a model-config.yaml has precedence
     )
@@ -88,7 +93,7 @@ class RuntimeSettings(_Section):
     pool: str = ""
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
-    max_response_size: int = 0  # bytes of one row's answer; 0: no limit
+    max_response_size: _Count = 0  # bytes of one row's answer; 0: no limit
     # of a response that is written as JSON, which has neither NaN nor infinity: null instead, or an error
     non_finite_numbers: Literal["null", "error"] = "null"
     # body, json, kserve, kservev2 or vertex; a model's own model-config.yaml has precedence
@@ -99,12 +104,12 @@ class RuntimeSettings(_Section):
     header_key_sequence_id: str = "ts_request_sequence_id"
     header_key_sequence_start: str = "ts_request_sequence_start"
     header_key_sequence_end: str = "ts_request_sequence_end"
-    num_cpus: float = 0.0  # Ray CPUs that a replica claims, for placement
-    num_gpus: float = 0.0
+    num_cpus: _Number = 0.0  # Ray CPUs that a replica claims, for placement
+    num_gpus: _Number = 0.0
     pin: bool = False  # replicas without a GPU compute on cores of their own
     recycling: Recycling = field(default_factory=Recycling)  # limits after which a replica is replaced
     install_py_dep_per_model: bool = False  # install each archive's requirements.txt for its replicas alone
-    install_timeout: float = 600.0  # seconds, for one archive's
+    install_timeout: _PositiveNumber = 600.0  # seconds, for one archive's
     # The package index; empty: pip's own, or that of /etc/pip.conf; none: no index; or the ARN of a
     # repository of AWS CodeArtifact.
     pip_index_url: str = ""
@@ -138,11 +143,11 @@ class ControlSettings(_Section):
 
     state_dir: str = "state"
     database_url: str = ""  # empty: SQLite in state_dir
-    reconcile_period: Annotated[float, pydantic.Field(gt=0)] = 2.0  # seconds
-    acknowledge_timeout: float = 5.0  # seconds to wait until every live reader has a change
+    reconcile_period: _PositiveNumber = 2.0  # seconds
+    acknowledge_timeout: _PositiveNumber = 5.0  # seconds to wait until every live reader has a change
     # the largest nodes that Ray's node autoscaler may add, as resources by a name; empty: no autoscaler
     node_types: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    controller_memory_limit: Annotated[int, pydantic.Field(ge=0)] = 1024  # MiB; 0: none
+    controller_memory_limit: _Count = 1024  # MiB; 0: none
     enable_model_api: bool = True
     # another program evicts models: a registration without room is 507 at once, a removal waits for replicas
     external_eviction: bool = False
@@ -159,17 +164,17 @@ class ControlSettings(_Section):
 class InferenceSettings(_Section):
     """The inference port, 8080."""
 
-    max_request_size: int = 64 * MIB  # bytes; TorchServe's 6,553,500 with a config.properties
-    max_form_fields: Annotated[int, pydantic.Field(ge=1)] = 1000  # of a form of a prediction
-    gateways: int = 1  # gateway replicas, at most one a node
+    max_request_size: _Positive = 64 * MIB  # bytes; TorchServe's 6,553,500 with a config.properties
+    max_form_fields: _Positive = 1000  # of a form of a prediction
+    gateways: _Positive = 1  # gateway replicas, at most one a node
     gateway_label_selector: Mapping[str, str] = field(default_factory=dict)  # Ray labels of their nodes
     callbacks: bool = True  # answer predictions by callbacks instead of ASGI tasks
     unix_sockets: bool = True  # reach replicas of the same machine over sockets rather than through Ray
     # to a request over clientTimeoutInMills: 504, or none at all
     late_response: Literal["send", "drop"] = "send"
-    max_workflow_items: int = 1000  # of one request for which a step of a workflow runs once each
+    max_workflow_items: _Positive = 1000  # of one request for which a step of a workflow runs once each
     # of the stored responses of one process, all versions with response_cache together; 0: none is stored
-    max_cache_bytes: Annotated[int, pydantic.Field(ge=0)] = 256 * MIB
+    max_cache_bytes: _Count = 256 * MIB
     # /ping: TorchServe's, or 200 without a body only while every model of the start-up can answer
     ping: Literal["torchserve", "ready"] = "torchserve"
     aliases: Mapping[str, str] = field(default_factory=dict)  # further paths of routes, such as a platform's
@@ -191,23 +196,23 @@ class AsyncPredictionSettings(_Section):
     """Predictions that are requested with ``Prefer: respond-async`` and answered later. Seconds and bytes."""
 
     enabled: bool = True  # false: they are answered at once, whatever they prefer
-    retention_s: Annotated[float, pydantic.Field(gt=0)] = 3600.0  # for which an answer is kept
+    retention_s: _PositiveNumber = 3600.0  # for which an answer is kept
     # how long a prediction is retried while all queues are full
-    max_queue_time_s: Annotated[float, pydantic.Field(ge=0)] = 600.0
-    concurrency: Annotated[int, pydantic.Field(ge=1)] = 64  # that run at once
-    model_concurrency: Annotated[int, pydantic.Field(ge=1)] = 16  # of one model
-    max_predictions: Annotated[int, pydantic.Field(ge=1)] = 20_000  # that wait, run or are kept
-    max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1024 * MIB  # of their requests and answers
+    max_queue_time_s: _Number = 600.0
+    concurrency: _Positive = 64  # that run at once
+    model_concurrency: _Positive = 16  # of one model
+    max_predictions: _Positive = 20_000  # that wait, run or are kept
+    max_bytes: _Count = 1024 * MIB  # of their requests and answers
     # the share of max_predictions and max_bytes that one key may fill, where several keys may infer
     key_share: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.25
-    max_result_size: Annotated[int, pydantic.Field(ge=1)] = 64 * MIB  # of one answer
-    inline_max_bytes: Annotated[int, pydantic.Field(ge=0)] = 1 * MIB  # larger bodies are in ``results``
+    max_result_size: _Positive = 64 * MIB  # of one answer
+    inline_max_bytes: _Count = 1 * MIB  # larger bodies are in ``results``
     results: str = ""  # a folder, as a path or a URL of fsspec's; empty: one in state_dir
     webhook_urls: tuple[str, ...] = ()  # patterns of the addresses that may get webhooks; empty: none
     webhook_secret: str = ""  # "env:NAME"
-    webhook_attempts: Annotated[int, pydantic.Field(ge=1)] = 8
-    webhook_backoff: Annotated[float, pydantic.Field(gt=0)] = 1.0  # before the second attempt; then doubled
-    webhook_timeout: Annotated[float, pydantic.Field(gt=0)] = 10.0
+    webhook_attempts: _Positive = 8
+    webhook_backoff: _PositiveNumber = 1.0  # before the second attempt; then doubled
+    webhook_timeout: _PositiveNumber = 10.0
 
 
 @dataclass(frozen=True)
@@ -215,9 +220,9 @@ class ManagementSettings(_Section):
     """The listeners of the Management deployment."""
 
     host: str = "127.0.0.1"
-    port: int = 8081
+    port: _Port = 8081
     metrics_host: str = "127.0.0.1"
-    metrics_port: int = 8082
+    metrics_port: _Port = 8082
     # names in the Host header beside the loopback's, as patterns; checked where requests need no key
     allowed_hosts: tuple[str, ...] = ()
     enable_metrics_api: bool = True  # false: metrics_port is closed
@@ -234,26 +239,26 @@ class GrpcSettings(_Section):
     """
 
     host: str = "127.0.0.1"
-    port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 7070  # 0: none
+    port: _Port = 7070  # 0: none
     management_host: str = "127.0.0.1"
-    management_port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 7071  # 0: none
+    management_port: _Port = 7071  # 0: none
     certificate_file: str = ""  # PEM, with its chain: TLS on both ports
     private_key_file: str = ""  # PEM, without a password
-    max_connection_age: Annotated[float, pydantic.Field(ge=0)] = 0.0
-    max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
-    management_max_connection_age: Annotated[float, pydantic.Field(ge=0)] = 0.0
-    management_max_connection_age_grace: Annotated[float, pydantic.Field(ge=0)] = 0.0
-    max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = 10_000  # of one port; more are refused
+    max_connection_age: _Number = 0.0
+    max_connection_age_grace: _Number = 0.0
+    management_max_connection_age: _Number = 0.0
+    management_max_connection_age_grace: _Number = 0.0
+    max_concurrent_calls: _Positive = 10_000  # of one port; more are refused
     # of the management port: with a key, and again as many of health and reflection
-    management_max_concurrent_calls: Annotated[int, pydantic.Field(ge=1)] = 64
-    management_max_message_size: Annotated[int, pydantic.Field(ge=1)] = 1 * MIB  # bytes
-    max_concurrent_streams: Annotated[int, pydantic.Field(ge=1)] = 128  # of a connection; more are refused
+    management_max_concurrent_calls: _Positive = 64
+    management_max_message_size: _Positive = 1 * MIB  # bytes
+    max_concurrent_streams: _Positive = 128  # of a connection; more are refused
     max_buffered_bytes: Annotated[int, pydantic.Field(ge=MIB)] = 48 * MIB  # of all connections
-    header_timeout: Annotated[float, pydantic.Field(ge=0)] = 10.0  # for the handshake and each header block
-    message_timeout: Annotated[float, pydantic.Field(ge=0)] = 30.0  # for a message, from part to part
-    stream_idle_timeout: Annotated[float, pydantic.Field(ge=0)] = 300.0  # between a stream's messages
-    send_timeout: Annotated[float, pydantic.Field(ge=0)] = 30.0  # for a response, from part to part
-    max_connection_idle: Annotated[float, pydantic.Field(ge=0)] = 3600.0  # without calls
+    header_timeout: _Number = 10.0  # for the handshake and each header block
+    message_timeout: _Number = 30.0  # for a message, from part to part
+    stream_idle_timeout: _Number = 300.0  # between a stream's messages
+    send_timeout: _Number = 30.0  # for a response, from part to part
+    max_connection_idle: _Number = 3600.0  # without calls
     reflection: bool = True  # the ports tell tools like grpcurl what they speak
 
 
@@ -269,7 +274,7 @@ class AuthSettings(_Section):
     # auto: on as soon as an address is not the loopback's
     mode: Annotated[Literal["auto", "on", "off"], pydantic.BeforeValidator(_parse_switch)] = "auto"
     key_file: str = "key_file.json"  # TorchServe's tokens, new at each start; its folder must be writable
-    token_expiration: Annotated[float, pydantic.Field(gt=0)] = 60.0  # minutes, of a TorchServe token
+    token_expiration: _PositiveNumber = 60.0  # minutes, of a TorchServe token
     torchserve_tokens: bool = True  # make the three keys of key_file.json
     keys: tuple[KeySettings, ...] = ()  # of the operator's own
     default_limits: KeyLimits | None = None  # of every key that does not set its own
@@ -287,26 +292,28 @@ class TelemetrySettings(_Section):
     metrics_config: str = ""  # a metrics.yaml, on every node; empty: TorchServe's default catalogue
     model_metrics_auto_detect: bool = False  # handlers' metrics that no file declares are taken too
     system_metrics: bool = True  # CPU, memory, disk and GPUs of every node
-    system_metrics_period: float = 60.0  # seconds
+    system_metrics_period: _PositiveNumber = 60.0  # seconds
     # of access_log.log, ts_log.log and model_log.log; every process of a node appends to them
     log_dir: str = "logs"
     log_format: Literal["text", "json"] = "text"  # TorchServe's layout, or an object a line
-    log_bytes: int = 256 * MIB  # a larger ts_log.log or model_log.log is put aside as ts_log.log.1; 0: never
+    log_bytes: _Count = (
+        256 * MIB
+    )  # a larger ts_log.log or model_log.log is put aside as ts_log.log.1; 0: never
     log_level: str = "INFO"
     log_levels: Mapping[str, str] = field(default_factory=dict)  # by model, for its replicas
     access_log: str = "access_log.log"  # one line a request, in log_dir; empty: none
-    access_log_bytes: int = 256 * MIB  # a larger one is put aside as access_log.log.1
+    access_log_bytes: _Count = 256 * MIB  # a larger one is put aside as access_log.log.1
     # where Ray collects metrics (RAY_enable_metrics_collection=1): export requests to them, once a second
     ray_metrics: bool = True
     otlp_endpoint: str = ""  # of a collector that receives traces, http://collector:4317; empty: no traces
     otlp_protocol: Literal["grpc", "http"] = "grpc"
-    otlp_timeout: Annotated[float, pydantic.Field(gt=0)] = 10.0  # seconds of one export
+    otlp_timeout: _PositiveNumber = 10.0  # seconds of one export
     # share of traced requests among those without a traceparent
     trace_sampling: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.01
     # addresses and networks whose X-Forwarded-For is the client's address in the logs
     trusted_proxies: tuple[str, ...] = ()
     audit_log: str = "audit_log.log"  # one line for each management change, in log_dir; empty: none
-    audit_days: Annotated[float, pydantic.Field(gt=0)] = 90.0  # for which the database keeps a record
+    audit_days: _PositiveNumber = 90.0  # for which the database keeps a record
     audit_records: Annotated[int, pydantic.Field(ge=100)] = 100_000  # that the database keeps at most
     group_readable_logs: bool = False  # the files of log_dir are readable for its group too
     # regular expressions: folders and URLs that capture in a model-config.yaml may name as its destination
@@ -318,7 +325,7 @@ class ConsoleSettings(_Section):
     """The web console under ``/ui`` of the management port."""
 
     enabled: bool = True
-    idle_timeout: Annotated[float, pydantic.Field(gt=0)] = 600.0  # seconds until its unused process ends
+    idle_timeout: _PositiveNumber = 600.0  # seconds until its unused process ends
 
 
 @dataclass(frozen=True)
