@@ -12,7 +12,7 @@ from serve_app.domain.model import ModelRef, ReplicaInfo, VersionStats
 from serve_app.telemetry.metrics import Meters
 from serve_app.telemetry.metrics_aggregator import MetricsAggregator
 
-_COLLECT_TIMEOUT_S = 1.0  # for which a slow process is waited for
+COLLECT_TIMEOUT_S = 1.0  # for which a slow process is waited for
 
 
 class ClusterMetrics:
@@ -34,7 +34,7 @@ class ClusterMetrics:
         self._meters = meters
         self._collected_at = float("-inf")  # on the monotonic clock
 
-    async def collect(self, max_age: float = 0.0, timeout: float = _COLLECT_TIMEOUT_S) -> None:
+    async def collect(self, max_age: float = 0.0, timeout: float = COLLECT_TIMEOUT_S) -> None:
         """Bring the samples of every live process up to date, unless they are younger than ``max_age``.
 
         Samples that arrive after ``timeout`` count from then on. Both are in seconds.

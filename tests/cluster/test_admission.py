@@ -102,30 +102,37 @@ def test_a_deadline_a_full_queue_and_who_goes_first(held: Held, begin: Began, wa
     answers = {"run": begin(held.post, way, f"run {gate}")}
     try:
         held.server.wait(lambda: held.ran[before:] == ["run"], description="the first row")
-        late = held.post(way, "late", **{"timeout-seconds": "0.2"})
-        assert refused(late) == (504, "deadline")
-        assert "cannot answer within the deadline" in late.json()["message"], (
-            "at once, not when it had passed"
-        )
+
+        def refused_at_once() -> bool:
+            """Return whether the refusal came before the deadline; a slow machine may let it pass."""
+            late = held.post(way, "late", **{"timeout-seconds": "0.2"})
+            assert refused(late) == (504, "deadline")
+            return "cannot answer within the deadline" in late.json()["message"]
+
+        held.server.wait(refused_at_once, description="a refusal at once")
         # The first of them lies ready behind the running one, and is not overtaken any more.
         waiting = {"next": "low", "low": "low", "lost": "low", "normal": "normal"}
+        sent = {}
         for rows, (word, priority) in enumerate(waiting.items(), 1):
-            sent = time.monotonic()
+            sent[word] = time.monotonic()
             answers[word] = begin(held.post, way, word, priority=priority)
             held.waiting(rows)
         full = held.post(way, "full", priority="low")
         assert refused(full) == (503, "queue_full")
         assert full.json()["type"] == "ServiceUnavailableException"
         answers["high"] = begin(held.post, way, "high", priority="high")
-        assert refused(answers.pop("lost").result(30)) == (503, "queue_full")
-        overtakes = time.monotonic() - sent < PRIORITY_AGING_S["normal"]
+        assert refused(answers.pop("lost").result(60)) == (503, "queue_full")
+        age = {word: time.monotonic() - began for word, began in sent.items()}
     finally:
         gate.touch()
-    assert {word: answer.result(30).status_code for word, answer in answers.items()} == dict.fromkeys(
+    assert {word: answer.result(60).status_code for word, answer in answers.items()} == dict.fromkeys(
         answers, 200
     )
     ran = held.ran[before:]
-    if not overtakes:  # a slow machine: the row of normal priority may have aged before the other arrived
+    # On a slow machine a row may have aged before those of higher priority arrived.
+    if age["low"] >= PRIORITY_AGING_S["low"] - PRIORITY_AGING_S["normal"]:
+        ran.append(ran.pop(ran.index("low")))
+    if age["normal"] >= PRIORITY_AGING_S["normal"]:
         ran.insert(2, ran.pop(ran.index("high")))
     assert ran == ["run", "next", "high", "normal", "low"]
     wrong = held.post(way, "x", priority="urgent")
@@ -155,7 +162,7 @@ def test_a_caller_that_leaves_frees_its_place(held: Held, begin: Began, way: str
         held.waiting(0)
     finally:
         gate.touch()
-    assert running.result(30).status_code == 200
+    assert running.result(60).status_code == 200
     assert "left" not in held.ran
 
 
@@ -173,7 +180,7 @@ def test_no_more_calls_at_once_than_the_version_allows_on_both_ways_together(
             assert answer.json()["type"] == "TooManyRequestsException"
     finally:
         gate.touch()
-    assert [answer.result(30).status_code for answer in allowed] == [200, 200]
+    assert [answer.result(60).status_code for answer in allowed] == [200, 200]
     assert [limited.post(way, "again").status_code for way in WAYS] == [200, 200]
     assert server.metric("torchrelay_requests_total", model="limited", status="quota_exceeded") == 2
     server.management.delete("/models/limited")
@@ -203,6 +210,6 @@ def test_rays_batches_are_no_way_around(server: Server, tmp_path: Path, begin: B
         assert refused(rays.post(WAYS[0], "full")) == (503, "queue_full")
     finally:
         gate.touch()
-    assert [answer.result(30).status_code for answer in (running, waits)] == [200, 200]
+    assert [answer.result(60).status_code for answer in (running, waits)] == [200, 200]
     assert rays.ran[5:] == ["run", "waits"]
     server.management.delete("/models/rays")

@@ -130,12 +130,17 @@ def test_rays_batcher_refuses_an_asynchronous_handler(server: Server, tmp_path: 
 
 
 def test_rays_batcher_batches_and_fails_rows_alone(server: Server, tmp_path: Path) -> None:
-    config = {"minWorkers": 1, "batchSize": 8, "maxBatchDelay": 2000, "batcher": "ray"}
+    config = {"minWorkers": 1, "batchSize": 8, "maxBatchDelay": 30_000, "batcher": "ray"}
     assert server.register(make_archive(tmp_path, "rays", ODD, config=config)).status_code == 200
     words = ["said", *map(str, range(7))]
-    with ThreadPoolExecutor(len(words)) as pool:
-        answers = list(pool.map(lambda w: server.http.post("/predictions/rays", content=w.encode()), words))
+
+    def ask_together(words: list[str]) -> list[httpx.Response]:
+        """Return the answers to the words of one full batch."""
+        with ThreadPoolExecutor(len(words)) as pool:
+            return list(pool.map(lambda w: server.http.post("/predictions/rays", content=w.encode()), words))
+
+    answers = ask_together(words)
     assert [answer.status_code for answer in answers] == [422] + [200] * 7
     assert [answer.text for answer in answers[1:]] == words[1:]
-    assert 8 in server.http.post("/predictions/rays", content=b"sizes").json()
+    assert ask_together(["sizes"] * 8)[0].json()[0] == 8
     server.management.delete("/models/rays")

@@ -138,8 +138,9 @@ def test_a_models_life_by_grpc_alone(server: Server, client: Run, tmp_path: Path
     assert done.stderr.strip() == "INTERNAL: Model not found: letters\nModelNotFoundException"
     assert server.metric("torchrelay_grpc_responses_total", code="OK") >= 7
     assert server.metric("torchrelay_grpc_responses_total", code="INTERNAL") >= 1
-    logged = (server.home / "logs/access_log.log").read_text()
-    assert '"gRPC /org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions HTTP/2" 0 ' in logged
+    line = '"gRPC /org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions HTTP/2" 0 '
+    log = server.home / "logs/access_log.log"
+    server.wait(lambda: line in log.read_text(), description="the access log")
 
 
 def test_both_ports_tell_probes_that_they_are_well(server: Server) -> None:

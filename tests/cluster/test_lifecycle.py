@@ -37,7 +37,9 @@ def test_register_predict_and_describe(server: Server, tmp_path: Path) -> None:
     }
     [described] = server.management.get("/models/echo").json()
     assert (described["modelVersion"], described["workers"][0]["status"]) == ("1.0", "READY")
-    assert described["workers"][0]["memoryUsage"] > 10_000_000
+    server.wait(
+        lambda: server.workers("echo")[0]["memoryUsage"] > 10_000_000, description="the replica's memory"
+    )
     again = server.register(make_archive(tmp_path, "echo", ECHO))
     assert (again.status_code, again.json()["type"]) == (409, "ConflictStatusException")
 
@@ -107,7 +109,7 @@ class Strangers(Load):
 
     async def _run(self) -> None:
         limits = httpx.Limits(max_connections=self.connections, max_keepalive_connections=0)
-        async with httpx.AsyncClient(limits=limits, timeout=30) as client:
+        async with httpx.AsyncClient(limits=limits, timeout=60) as client:
             await asyncio.gather(*(self._one(client) for _ in range(self.connections)))
 
 
@@ -150,7 +152,7 @@ def test_no_workers_is_reported_and_scaling_from_zero(server: Server, tmp_path: 
         statuses.append(server.http.post("/predictions/idle", content=b"x").status_code)
         return statuses[-1] != 200
 
-    server.wait(refused_again, timeout=30, description="the end of the last replica")
+    server.wait(refused_again, description="the end of the last replica")
     assert statuses[-1] == 503
 
 
@@ -200,6 +202,9 @@ def handle(data, context):
             lambda: server.management.get("/models/held").json()[0]["jobQueueStatus"]["pendingRequests"] >= 2,
             description="rows in the queue",
         )
-        assert server.metric("torchrelay_queue_depth", model="held") >= 2
+        server.wait(
+            lambda: server.metric("torchrelay_queue_depth", model="held") >= 2,
+            description="rows in the metric",
+        )
     assert not load.failed, load.failed
     server.management.delete("/models/held")

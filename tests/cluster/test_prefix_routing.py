@@ -78,5 +78,7 @@ def test_a_prefix_reaches_the_replica_that_has_cached_it(server: Server, tmp_pat
                 homes[number].add(pid)
                 assert cached >= 256 if turn else cached < 256, (path, turn)
         assert all(len(pids) == 1 for pids in homes.values()), "a prefix stays with its replica"
-        assert len(set.union(*homes.values())) == 2, "different prefixes are distributed"
+        pids = set.union(*homes.values())
+        while len(pids) < 2:  # different prefixes are distributed, by the random ids of the replicas
+            pids.add(ask_with(f"{uuid.uuid4()} ".ljust(300, "."), path, 0)[0])
     assert server.management.delete("/models/poet").status_code == 200
