@@ -80,10 +80,10 @@ class CodeReloader:
             watch_filter=lambda change, path: self._is_source(Path(path)),
             debounce=_DEBOUNCE_MS,
             step=_STEP_MS,
+            stop_event=_WatchStart(lambda: self._report(ReloadReport(True, message="watching"))),
             recursive=self._options.tree,
             raise_interrupt=False,
         )
-        self._report(ReloadReport(True, message="watching"))
         for changed in changes:
             revision = max(_modification_time(path) for _, path in changed)
             self._report(dataclasses.replace(self.reload(), revision=revision))
@@ -118,6 +118,23 @@ class CodeReloader:
             line = json.dumps(dataclasses.asdict(report)) + "\n"
             with contextlib.suppress(OSError), open(self._options.report, "a") as file:
                 file.write(line)
+
+
+class _WatchStart:
+    """A stop event that is never set; ``on_start`` is called once the file system is watched.
+
+    ``watch`` checks it at each step. An edit before the first one would be lost.
+    """
+
+    def __init__(self, on_start: Callable[[], None]) -> None:
+        self._on_start = on_start
+        self._has_started = False
+
+    def is_set(self) -> bool:
+        if not self._has_started:
+            self._has_started = True
+            self._on_start()
+        return False
 
 
 def create_reloader(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import watchfiles.main
 
 import handlers
 from handlers.context import Context
@@ -63,8 +64,10 @@ class Reloaded:
         return str(value)
 
     def edit(self, old: str, new: str, file: str = "served.py") -> None:
-        path = self.source / file
-        path.write_text(path.read_text().replace(old, new))
+        """Replace text by one change of the folder; a truncated file could be loaded before its new text."""
+        path, edited = self.source / file, self.report.with_name("edited")
+        edited.write_text(path.read_text().replace(old, new))
+        edited.replace(path)
 
 
 @pytest.fixture
@@ -91,6 +94,20 @@ def test_an_edit_is_served_with_the_kept_weights(tmp_path: Path) -> None:
     report = served.wait(3)
     assert report["kept"] == []
     assert served.predict() != first.replace("one", "two")
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_start_is_reported_once_edits_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notify = watchfiles.main.RustNotify
+
+    def start_late(*args: Any) -> Any:
+        time.sleep(0.5)
+        return notify(*args)
+
+    monkeypatch.setattr(watchfiles.main, "RustNotify", start_late)
+    served = Reloaded(tmp_path)
+    served.edit(" one ", " two ")
+    assert served.wait(2)["ok"]
 
 
 @pytest.mark.usefixtures("modules")
