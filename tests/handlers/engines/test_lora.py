@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -104,10 +105,18 @@ def test_an_adapter_is_loaded_and_unloaded_while_requests_run(
     language_model: Path, adapters: dict[str, Path]
 ) -> None:
     long = 150
+    steps, replaced, answered = itertools.count(), threading.Event(), threading.Event()
 
-    async def replace_adapters(engine: Engine) -> Any:
+    def hold(*args: Any) -> None:
+        """Let the long requests, of 153 steps together, end neither before the load nor before the other."""
+        step = next(steps)
+        if step in (20, 100):
+            (replaced if step == 20 else answered).wait(60)
+
+    async def replace_adapters(engine: Any) -> Any:
         await engine.load_adapter("small", adapters["small"])
         started = asyncio.Event()
+        engine.model.register_forward_pre_hook(hold)
 
         async def generate_long(name: str | None) -> list[int]:
             tokens: list[int] = []
@@ -123,8 +132,10 @@ def test_an_adapter_is_loaded_and_unloaded_while_requests_run(
         await engine.unload_adapter("small")
         with pytest.raises(PredictionException, match=r"no adapter 'small'. Its adapters: large"):
             await collect(engine, "late", "small")
+        replaced.set()
         other = await collect(engine, "other", "large")
         assert not any(task.done() for task in running)
+        answered.set()
         return await asyncio.gather(*running), other
 
     (base, small), large = run_with_engine(language_model, replace_adapters)
