@@ -150,9 +150,8 @@ class AsyncWriter:
             self._lost += 1
             return
         self._size += len(line) if size is None else size
-        lines = self._lines
-        lines.append(line)
-        if len(lines) == 1:
+        self._lines.append(line)
+        if not self._has_lines.is_set():  # the number of lines would not show it: other threads append, too
             self._has_lines.set()
         if self._forked:  # the thread was not copied, and no event loop waits here
             self.flush()

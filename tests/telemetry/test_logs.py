@@ -327,6 +327,31 @@ def test_dropped_lines_are_counted(monkeypatch):
     assert written_count + lost_count == 20 and lost_count > 0
 
 
+def test_lines_that_two_threads_put_at_once_are_written():
+    class Lines(list):
+        """Lines among which each append is followed by that of another thread."""
+
+        def append(self, line):
+            super().append(line)
+            super().append("of another thread")
+
+    written = threading.Event()
+
+    class Sink:
+        def write(self, text):
+            assert text == "mine\nof another thread\n"
+            written.set()
+
+        def close(self):
+            pass
+
+    writer = AsyncWriter(Sink(), "shared", period=0.0)
+    writer._lines = Lines()
+    writer.put("mine")
+    assert written.wait(60)
+    writer.close()
+
+
 def test_incomplete_write_does_not_join_two_lines(tmp_path, monkeypatch):
     file = FileSink(tmp_path / "log")
     real, full = os.write, []
