@@ -84,8 +84,9 @@ def test_names_that_clients_choose_are_not_cached():
 def test_lines_are_written_in_blocks_without_closing():
     pipe = Pipe()
     log = AccessLog(pipe)
-    for i in range(1000):
-        log.write("h:1", "GET", f"/{i}", "1.1", 200, 0)
+    with log._writer._write_lock:  # the thread waits, however long the lines take
+        for i in range(1000):
+            log.write("h:1", "GET", f"/{i}", "1.1", 200, 0)
     assert pipe.written.wait(60)
     log.close()
     assert len(pipe.blocks) == 1

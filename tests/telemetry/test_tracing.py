@@ -19,7 +19,7 @@ from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest
 from serve_app.errors import ModelNotFound
 from serve_app.settings import Settings, TelemetrySettings
-from serve_app.telemetry import tracing
+from serve_app.telemetry import span_export, tracing
 from serve_app.telemetry.spans import RequestSpan, parse_context
 from tests.support.otlp_receiver import Collector, ReceivedSpan, collect_grpc, collect_http
 
@@ -32,7 +32,11 @@ _LIMITS = {
     "SPAN_LINK_COUNT_LIMIT": "2",
     "ATTRIBUTE_VALUE_LENGTH_LIMIT": "4",
 }
-_SMALL_QUEUE = {"BSP_MAX_QUEUE_SIZE": "8", "BSP_MAX_EXPORT_BATCH_SIZE": "8"}
+_SMALL_QUEUE = {
+    "BSP_MAX_QUEUE_SIZE": "8",
+    "BSP_MAX_EXPORT_BATCH_SIZE": "8",
+    "BSP_SCHEDULE_DELAY": "600000",  # a full batch is exported at once, and no other
+}
 _numbers = itertools.count()
 
 
@@ -57,9 +61,12 @@ def process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     # A process has one provider, which cannot be replaced; each test needs its own.
     monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", None)
     monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER_SET_ONCE", Once())
+    monkeypatch.setattr(span_export, "_SHUTDOWN_MS", 120_000)  # also a stalled machine exports its spans
     protocol = "http" if parameter == "http" else "grpc"
     with (collect_http if protocol == "http" else collect_grpc)() as (collector, endpoint):
-        telemetry = TelemetrySettings(otlp_endpoint=endpoint, otlp_protocol=protocol, trace_sampling=1.0)
+        telemetry = TelemetrySettings(
+            otlp_endpoint=endpoint, otlp_protocol=protocol, otlp_timeout=120.0, trace_sampling=1.0
+        )
         tracing.configure(Settings(telemetry=telemetry), "replica", model="echo")
         try:
             yield TracedProcess(collector)
@@ -83,7 +90,8 @@ def test_a_request_has_spans_with_ids_times_and_attributes(process: TracedProces
     assert headers["traceparent"] == span.traceparent
     request, below = tracing.begin(_request(headers))
     assert below is not None and request.headers["traceparent"] == below.traceparent
-    tracing.record(request, "queue", time.monotonic() - 2.0, time.monotonic() - 1.0)
+    now = time.monotonic()
+    tracing.record(request, "queue", now - 2.0, now - 1.0)
     tracing.end(below, version="1.0", arm="")
     tracing.end(span, None, {"http.response.status_code": 200})
 
@@ -98,7 +106,7 @@ def test_a_request_has_spans_with_ids_times_and_attributes(process: TracedProces
     assert "torchrelay.arm" not in replica.attributes
     assert (queue.parent, queue.kind) == (replica.id, 1)
     assert queue.seconds == pytest.approx(1.0, abs=0.01)
-    assert time.time() - queue.message.end_time_unix_nano / 1e9 < 30
+    assert time.time() - queue.message.end_time_unix_nano / 1e9 < 120
 
 
 def test_a_request_without_a_context_starts_a_trace(process: TracedProcess) -> None:
@@ -293,7 +301,7 @@ def test_spans_beyond_the_queue_are_counted(process: TracedProcess) -> None:
     process.collector.accepts.clear()
     for _ in range(8):
         tracing.end(_begin()[1])
-    assert process.collector.called.wait(30)  # the thread waits for the collector, and the queue is empty
+    assert process.collector.called.wait(120)  # the thread waits for the collector, and the queue is empty
     for _ in range(20):
         tracing.end(_begin()[1])
     assert tracing.take_dropped() == ("replica", 12)
