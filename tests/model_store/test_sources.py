@@ -9,6 +9,7 @@ from serve_app.errors import ArchiveNotFound, DownloadFailed
 from serve_app.model_store.sources import fetch, split_digest
 from serve_app.settings import ModelStoreSettings
 from tests.support.http_server import dripping, serving, trusted_tls
+from tests.support.ports import refusing_port
 
 BODY = bytes(range(256)) * 5000
 
@@ -206,9 +207,8 @@ def test_what_is_no_url_is_an_error(get, url):
 
 
 def test_nobody_there_is_an_error(get):
-    with serving(plain) as address:
-        pass
-    failed(get, f"{address}/m.mar", "ConnectError")
+    with refusing_port() as port:
+        failed(get, f"http://127.0.0.1:{port}/m.mar", "ConnectError")
     failed(get, "http://127.0.0.1:99999999/m.mar")
 
 

@@ -39,6 +39,7 @@ _FILE_PERIOD_S = 300.0  # after which a file is closed
 _REMOTE_FILE_PERIOD_S = 30.0  # the same, of files for an object store
 _REPORT_PERIOD_S = 1.0  # between two reports to Management
 _WARNING_PERIOD_S = 60.0  # between two warnings
+_CLOSE_TIMEOUT_S = 5.0  # for which a replica that stops waits for the thread
 
 
 class CaptureReport(NamedTuple):
@@ -173,9 +174,9 @@ class CaptureRecorder:
         self._errors.set(self._ref, message)
 
     def close(self) -> None:
-        """Store the waiting requests and end the thread. Blocking."""
+        """Store the waiting requests and end the thread, within ``_CLOSE_TIMEOUT_S``. Blocking."""
         self._closed.set()
-        self._thread.join(timeout=5)
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     # In the thread
 

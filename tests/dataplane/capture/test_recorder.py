@@ -339,7 +339,7 @@ def test_every_way_into_the_replica_is_captured_once(start: Start, tmp_path: Pat
 
 
 def wait(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -18,7 +18,7 @@ from serve_app.domain.capture import CapturePolicy
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart
 from serve_app.settings import ModelStoreSettings, Settings, TelemetrySettings
-from tests.support.ports import free_port
+from tests.support.ports import refusing_port
 from tests.support.s3_server import running_s3
 
 pytestmark = pytest.mark.integration
@@ -48,7 +48,8 @@ class LocalManagement:
 def test_files_wait_until_the_store_is_reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_upload, "_PERIOD_S", 0.05)
     monkeypatch.setattr(capture_upload, "_RETRY_PERIOD_S", 0.05)
-    port = free_port()
+    servers = contextlib.ExitStack()
+    port = servers.enter_context(refusing_port())
     address = f"http://127.0.0.1:{port}"
     options = {"s3": {"endpoint_url": address, "key": "any", "secret": "any"}}
     settings = Settings(
@@ -59,7 +60,6 @@ def test_files_wait_until_the_store_is_reachable(tmp_path: Path, monkeypatch: py
     recorder.offer(InferenceRequest("m", inputs=(InputPart("body", b"1"),)), InferenceResponse(b"2"))
     recorder.close()
     (file,) = tmp_path.iterdir()
-    servers = contextlib.ExitStack()
 
     async def upload() -> None:
         task = asyncio.create_task(capture_upload.upload_files(recorder, LocalManagement(settings), REF))
@@ -82,7 +82,7 @@ def test_a_store_that_stays_down_loses_the_oldest_files_which_are_counted(tmp_pa
         request = InferenceRequest("m", inputs=(InputPart("body", b"x" * 60_000),), request_id=str(number))
         recorder.offer(request, InferenceResponse(b"2"))
         if number % 4 == 3:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while recorder.queued and time.monotonic() < deadline:
                 time.sleep(0.01)
     recorder.close()
