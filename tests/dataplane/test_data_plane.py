@@ -326,7 +326,7 @@ def test_health_follows_the_default_versions() -> None:
 
 
 def sleeping(generation: int = 1, phase: str = "idle", replicas: int = 0, **more: Any) -> RoutingTable:
-    row = VersionRoute("v1", phase, replicas, job_queue_size=2, **{"wake_timeout": 5.0, **more})
+    row = VersionRoute("v1", phase, replicas, job_queue_size=2, **{"wake_timeout": 60.0, **more})
     return RoutingTable(generation, {"m": ModelRoute("v1", {"v1": row})}, startup_complete=True)
 
 

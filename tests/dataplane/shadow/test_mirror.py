@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -95,6 +96,15 @@ class Parts(CoroutineBackend):
         return sum(
             v for name, labels, v in self.meters.samples() if "shadow_requests" in name and labels == wanted
         )
+
+
+class Clock:
+    """The clock of deadlines in the queue, which a test moves; a copy that was sent has real time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        clocks = {"time": time.time, "perf_counter": time.perf_counter, "monotonic": lambda: self.now}
+        monkeypatch.setattr(limits, "time", SimpleNamespace(**clocks))
 
 
 @asynccontextmanager
@@ -223,7 +233,9 @@ def test_what_cannot_be_compared_is_skipped_and_counted() -> None:
     asyncio.run(main())
 
 
-def test_errors_of_the_shadow_are_counted_by_reason() -> None:
+def test_errors_of_the_shadow_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+
     async def main() -> None:
         async def pieces():
             yield b"a"
@@ -240,9 +252,12 @@ def test_errors_of_the_shadow_are_counted_by_reason() -> None:
                     return ResponseStream(InferenceResponse(b""), pieces())
             raise KeyError("a bug")
 
-        async with parts(answers, table(replace(SHADOW, timeout_s=0.5))) as p:
-            for value in range(5):
+        async with parts(answers) as p:
+            for value in (0, 1, 3, 4):
                 p.offer(value)
+            await p.rest()
+            p.table = table(replace(SHADOW, timeout_s=0.1))
+            p.offer(2)
             figures = await p.settle()
             assert figures.counts == {
                 "error": {"handler_failed": 1, "error": 1, "deadline": 1, "stream": 1, "internal": 1}
@@ -290,9 +305,12 @@ def test_a_shadow_that_hangs_holds_nobody_up_and_takes_bounded_memory() -> None:
     asyncio.run(main())
 
 
-def test_a_copy_that_has_waited_too_long_is_dropped() -> None:
+def test_a_copy_that_has_waited_too_long_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
     async def main() -> None:
         async def hangs(call: InferenceRequest) -> InferenceResponse:
+            clock.now = 1.0
             await asyncio.sleep(60)
             return ONE
 
