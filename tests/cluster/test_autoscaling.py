@@ -32,7 +32,7 @@ QUICK = {
     "downscale_to_zero_delay_s": 0.5,
     "look_back_period_s": 2,
 }
-STEADY = {**QUICK, "downscale_delay_s": 3}  # the load may pause for a moment
+STEADY = {**QUICK, "downscale_delay_s": 10}  # the load may pause for a moment
 
 
 def put(server: Server, path: str, **parameters: Any) -> tuple[int, str]:

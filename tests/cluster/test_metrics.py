@@ -46,9 +46,9 @@ def server(observed: Observed) -> Server:
     return observed.server
 
 
-def scrape(server: Server, **parameters: object) -> dict[str, float]:
+def scrape(server: Server, **parameters: str) -> dict[str, float]:
     """Return the page's samples by what precedes their values."""
-    text = httpx.get(server.process.metrics, timeout=60, **parameters).text
+    text = server.read_metrics(**parameters)
     assert list(text_string_to_metric_families(text)), text
     samples = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {head: float(value) for head, _, value in samples}
@@ -56,7 +56,7 @@ def scrape(server: Server, **parameters: object) -> dict[str, float]:
 
 def count_recent(server: Server) -> int:
     """Return how many latencies of the model the page has, by which percentiles of few requests are exact."""
-    page = scrape(server, params={"name[]": "torchrelay_request_latency_seconds_recent"})
+    page = scrape(server, **{"name[]": "torchrelay_request_latency_seconds_recent"})
     (values,) = (head.split('"')[3] for head in page if 'model="counted"' in head)
     assert all(0 < float(value) < 30 for value in values.split())
     return len(values.split())

@@ -50,9 +50,9 @@ def test_without_room_for_another_a_replica_that_has_grown_is_drained_first(
     server: Server, tmp_path: Path
 ) -> None:
     assert server.register(make_archive(tmp_path, "fat", GROWS)).status_code == 200
-    [worker] = server.workers("fat")
+    memory = server.wait(lambda: server.workers("fat")[0]["memoryUsage"], description="its memory")
     server.management.delete("/models/fat")
-    limit = (worker["memoryUsage"] >> 20) + 200
+    limit = (memory >> 20) + 200
     config = {
         "minWorkers": 1,
         "num_cpus": 0.6 * (os.cpu_count() or 1),  # a second one has no place

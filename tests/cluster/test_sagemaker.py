@@ -196,7 +196,7 @@ def test_models_are_loaded_invoked_and_unloaded(endpoint: Endpoint) -> None:
 
     assert endpoint.http.delete("/models/scripted").status_code == 200
     with contextlib.suppress(psutil.NoSuchProcess):  # Ray ends it as Serve reports its end
-        psutil.Process(result["pid"]).wait(5)
+        psutil.Process(result["pid"]).wait(60)
     assert endpoint.http.delete("/models/scripted").status_code == 404
     assert endpoint.invoke("scripted", b"a", content_type=CSV).status_code == 404
     assert endpoint.load("scripted").status_code == 200

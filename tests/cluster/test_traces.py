@@ -71,6 +71,10 @@ def traced(observed: Observed) -> Observed:
     assert server.register(make_archive(server.store, "poet", POET)).status_code == 200
     policy = {"policy": "weighted", "versions": {"1.0": 5000, "2.0": 5000}}
     assert server.management.put("/models/split/traffic", json=policy).status_code == 200
+    server.wait(
+        lambda: server.http.get("/-/routes").json().get("/predictions/stages") == "stages--1.0",
+        description="the route of the replica",
+    )
     return observed
 
 

@@ -33,6 +33,8 @@ class Server:
     def __init__(self, home: Path, env: dict[str, str] | None = None, **settings: Any) -> None:
         """Store the settings; by default model URLs may be files, and packages are those in ``wheels``."""
         settings.setdefault("store", {"allowed_urls": ["file://.*", "http(s)?://.*"]})
+        # A machine that stalls for longer than the default would leave changes unacknowledged.
+        settings["control"] = {"acknowledge_timeout": 60, **settings.get("control", {})}
         wheels = {"pip_index_url": "none", "pip_find_links": [str(home / "wheels")]}
         settings["runtime"] = {**wheels, **settings.get("runtime", {})}
         self.home = home
@@ -130,13 +132,13 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples with ``labels``."""
         total = 0.0
-        for line in self._read_metrics().splitlines():
+        for line in self.read_metrics().splitlines():
             head, _, value = line.rpartition(" ")
             if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
                 total += float(value)
         return total
 
-    def _read_metrics(self) -> str:
+    def read_metrics(self, **parameters: Any) -> str:
         """Return the metrics page, if possible one for which no process was too slow.
 
         Management waits for the samples of each process for a limited time. A page that took longer may
@@ -145,7 +147,7 @@ class Server:
         deadline = time.monotonic() + 30
         while True:
             began = time.monotonic()
-            page = httpx.get(self.process.metrics, timeout=60).text
+            page = httpx.get(self.process.metrics, params=parameters or None, timeout=60).text
             ended = time.monotonic()
             if ended - began < COLLECT_TIMEOUT_S or ended > deadline:
                 return page
