@@ -248,7 +248,7 @@ def test_async_predict_overlaps_and_async_predict_batch_keeps_its_batch() -> Non
             started.append(request)
             if len(started) == 2:
                 self.both.set()
-            await asyncio.wait_for(self.both.wait(), 10)
+            await asyncio.wait_for(self.both.wait(), 60)
             return request * 2
 
     class Together:
