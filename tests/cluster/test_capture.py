@@ -171,6 +171,6 @@ def test_captured_requests_reach_an_object_store(observed: Observed, tmp_path: P
 
 def test_a_model_without_capture_has_no_drift(capturing: Server, tmp_path: Path) -> None:
     assert capturing.register(make_archive(tmp_path, "plain", ECHO)).status_code == 200
-    answer = httpx.get(f"{capturing.process.management}/models/plain/drift")
+    answer = httpx.get(f"{capturing.process.management}/models/plain/drift", timeout=60)
     assert answer.status_code == 404
     assert "Add capture: {} to its model-config.yaml" in answer.json()["message"]

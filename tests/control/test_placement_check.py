@@ -155,7 +155,7 @@ def test_far_too_many_workers_are_refused_unless_nodes_are_added(
 ) -> None:
     with (
         serve_control(tmp_path, node_types=node_types) as server,
-        httpx.Client(base_url=server.url) as client,
+        httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         make_archive(server.store, "m", ECHO)
 

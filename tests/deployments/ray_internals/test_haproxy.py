@@ -9,10 +9,12 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
@@ -53,10 +55,9 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Return a folder whose path is short enough for a Unix socket."""
-    path = Path(f"/tmp/torchrelay-test-{os.getpid()}")
-    path.mkdir()
+    path = Path(tempfile.mkdtemp(prefix="torchrelay-test-", dir="/tmp"))
     yield path
-    subprocess.run(["rm", "-r", str(path)], check=True)
+    shutil.rmtree(path, ignore_errors=True)  # a HAProxy that is ending may write there
 
 
 def build(folder: Path, *paths: str) -> Any:
