@@ -151,10 +151,10 @@ class AsyncWriter:
             return
         self._size += len(line) if size is None else size
         self._lines.append(line)
-        if not self._has_lines.is_set():  # the number of lines would not show it: other threads append, too
-            self._has_lines.set()
         if self._forked:  # the thread was not copied, and no event loop waits here
             self.flush()
+        elif not self._has_lines.is_set():  # the number of lines would not show it: other threads append, too
+            self._has_lines.set()
 
     def flush(self) -> None:
         """Write all queued lines."""
@@ -204,7 +204,11 @@ class AsyncWriter:
     def _reset_after_fork(self) -> None:
         """Drop the pending lines in a process forked by a handler: the parent writes them."""
         self._forked = True
-        self._write_lock = threading.Lock()
+        self._write_lock = threading.Lock()  # here and below: the thread may have held the lock
+        self._has_lines = threading.Event()
+        is_closing, self._closing = self._closing.is_set(), threading.Event()
+        if is_closing:
+            self._closing.set()
         self._lines = []
         self._size = self._lost = 0
 

@@ -283,15 +283,20 @@ def test_unwritable_folder_loses_lines_only(process_logs, tmp_path):
 
 def test_forked_process_writes_its_own_lines_once(tmp_path):
     code = """
-import os, sys
+import contextlib, os, sys
 from serve_app.settings import Settings
-from serve_app.telemetry import logs
+from serve_app.telemetry import log_writer, logs
 logs.configure(Settings(home=sys.argv[1]), logs.ProcessIdentity.of_replica("m", "1", "r"))
 print("the parent, before")
-child = os.fork()
-if child == 0:
-    print("the child")
-    os._exit(0)
+with contextlib.ExitStack() as locks:  # as if each thread were about to wait, or to write
+    for writer in log_writer._writers:
+        for lock in (writer._has_lines._cond, writer._closing._cond, writer._write_lock):
+            locks.enter_context(lock)
+    child = os.fork()
+    if child == 0:
+        print("the child")
+        logs.close()
+        os._exit(0)
 os.waitpid(child, 0)
 print("the parent, after")
 """
