@@ -182,7 +182,7 @@ def test_two_processes_at_once(root, archive, tmp_path, work):
     for worker in workers:
         worker.start()
     try:
-        directories = {results.get(timeout=60) for _ in workers}
+        directories = {results.get(timeout=200) for _ in workers}
     finally:
         for worker in workers:
             worker.join(60)

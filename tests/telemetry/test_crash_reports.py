@@ -45,7 +45,7 @@ def die(tmp_path):
                 else:
                     process.stdin.write("now\n")
                     process.stdin.flush()
-                process.wait(30)
+                process.wait(120)
         reports = collect_reports(folder)
         assert collect_reports(folder) == [] and not list(folder.iterdir()), "reported once"
         return reports

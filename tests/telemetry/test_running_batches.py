@@ -71,7 +71,7 @@ def test_a_slot_counts_its_batches_and_is_used_again(tmp_path: Path) -> None:
     ("end", "culprit"), [("exit", "guilty--1.0"), ("crash", "guilty--1.0"), ("kill", "")]
 )
 def test_a_report_names_the_versions_that_ran(tmp_path: Path, end: str, culprit: str) -> None:
-    subprocess.run([sys.executable, "-c", PROCESS, str(tmp_path), end], timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", PROCESS, str(tmp_path), end], timeout=240, check=False)
     [report] = collect_reports(tmp_path)
     assert sorted(report.running) == ["guilty--1.0", "innocent--1.0"]
     assert report.culprit == culprit
