@@ -96,7 +96,6 @@ class TestSpecFrom:
             ("", {}, 2, False, (2, 2)),
             ("", {}, 0, True, (1, 1)),
             ("", {}, 2, True, (2, 2)),
-            ("", {}, -1, True, (1, 1)),
             ("", {"initial_workers": 3}, 2, False, (3, 3)),
             ("", {"initial_workers": 0}, 2, False, (0, 0)),
             ("", {"initial_workers": -1}, 2, False, (0, 0)),
