@@ -257,7 +257,7 @@ def test_the_command_shows_it_and_says_the_answer(server: Server, tmp_path: Path
 
 
 def test_an_undeclared_model_has_a_state_too(server: Server, tmp_path: Path) -> None:
-    assert server.management.get("/models/nobody/events").status_code == 404
+    assert server.management.get("/models/never-registered/events").status_code == 404
     assert server.register(make_archive(tmp_path, "unheard", ECHO), initial_workers=0).status_code == 200
     assert follow(server, "unheard")[-1][1]["workers"] == 0
     server.management.delete("/models/unheard")
