@@ -70,9 +70,12 @@ def test_a_message_that_is_too_large(server: Server, path: str) -> None:
     own.
     """
     address = server.url.replace("http", "ws", 1) + path
-    with connect(address, compression=None) as line, pytest.raises(ConnectionClosed) as closed:
+    with (
+        connect(address, compression=None, open_timeout=60) as line,
+        pytest.raises(ConnectionClosed) as closed,
+    ):
         line.send(b"x" * (17 << 20))
-        line.recv(30)
+        line.recv(60)
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1009
     assert "max_request_size (6553500 bytes)" in closed.value.rcvd.reason

@@ -134,12 +134,12 @@ def test_every_protocol_is_captured_once(capturing: Server, tmp_path: Path) -> N
         GRPCInferenceServiceStub(channel).ModelInfer(infer, timeout=60)
     rest = {"inputs": [{"name": "x", "datatype": "INT32", "shape": [1], "data": [4712]}]}
     assert server.http.post("/v2/models/echo/infer", json=rest).status_code == 200
-    with connect(f"{server.url.replace('http', 'ws')}/predictions/echo") as socket:
+    with connect(f"{server.url.replace('http', 'ws')}/predictions/echo", open_timeout=60) as socket:
         socket.send("websocket")
         while '"end"' not in str(socket.recv(timeout=60)):
             pass
-    server.wait(lambda: len(captured(server, "echo")) >= len(sent) + 2, 30, "captured requests")
-    server.wait(lambda: server.metric("torchrelay_captured_requests_total", model="echo") == 8, 30, "8")
+    server.wait(lambda: len(captured(server, "echo")) >= len(sent) + 2, 60, "captured requests")
+    server.wait(lambda: server.metric("torchrelay_captured_requests_total", model="echo") == 8, 60, "8")
     records = captured(server, "echo")
     texts = Counter(record["inputs"][0]["text"] for record in records if "text" in record["inputs"][0])
     assert texts == sent

@@ -158,7 +158,7 @@ def test_grpc(traced: Observed) -> None:
 def test_websocket(traced: Observed) -> None:
     trace, headers = _context()
     url = traced.server.url.replace("http", "ws") + "/%70redictions/stages"
-    with connect(url, additional_headers=headers) as socket:
+    with connect(url, additional_headers=headers, open_timeout=60) as socket:
         socket.send("a")
         assert socket.recv() == "A"
     traced.collector.tree(trace, _complete({"WebSocket /predictions": _REMOTE}))

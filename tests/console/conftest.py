@@ -29,7 +29,7 @@ from tests.support.protocol_fakes import FakeBackend, FakeControlAPI, echo
 from tests.support.protocol_servers import over_http
 
 __all__ = ["over_http"]
-_WAIT_MS = 15_000
+_WAIT_MS = 60_000
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def running_console(management: str, inference: str, metrics: str, port: int = 0
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
         if process.stdout:
             process.stdout.close()
 

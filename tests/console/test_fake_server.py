@@ -116,7 +116,7 @@ def test_a_ticket_is_good_once_and_other_sites_cannot_use_it(
         )
         log_in(visitor, "manager").get_by_role("heading", name="Overview").wait_for()
         [ticket] = tickets
-        response = httpx.get(f"{origin}/session", params={"ticket": ticket})
+        response = httpx.get(f"{origin}/session", params={"ticket": ticket}, timeout=60)
         assert "set-cookie" not in response.headers
         assert response.headers["location"] == "/login"
 
@@ -127,15 +127,16 @@ def test_pages_of_other_sites_and_rebound_names_are_refused(
 ) -> None:
     server = fake_server()
     with running_console(server.management, server.inference, server.management) as origin:
-        assert httpx.get(origin, headers={"host": "attacker.example"}).status_code == 403
-        response = httpx.get(origin)
+        refused = httpx.get(origin, headers={"host": "attacker.example"}, timeout=60)
+        assert refused.status_code == 403
+        response = httpx.get(origin, timeout=60)
         assert response.status_code == 200
         assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
         address = origin.replace("http", "ws") + "/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
         with pytest.raises(InvalidStatus):
-            connect(address, additional_headers={"Origin": "http://attacker.example"})
-        with connect(address, additional_headers={"Origin": origin}) as connection:
-            assert connection.recv(5)
+            connect(address, additional_headers={"Origin": "http://attacker.example"}, open_timeout=60)
+        with connect(address, additional_headers={"Origin": origin}, open_timeout=60) as connection:
+            assert connection.recv(60)
 
 
 @pytest.mark.slow

@@ -50,11 +50,11 @@ def test_the_setting_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         while not server.started:
             await asyncio.sleep(0.005)
         address = f"ws://127.0.0.1:{options.port}/predictions/m"
-        async with connect(address, compression=None) as line:
+        async with connect(address, compression=None, open_timeout=60) as line:
             await line.send(bytes(LIMIT))
             assert await line.recv() == str(LIMIT)
         with pytest.raises(ConnectionClosed) as closed:
-            async with connect(address, compression=None) as line:
+            async with connect(address, compression=None, open_timeout=60) as line:
                 await line.send(bytes(LIMIT + 1))
                 await line.recv()
         assert closed.value.rcvd is not None
