@@ -82,11 +82,11 @@ def server():
         server.stop = asyncio.Event()
         ready.set()
         await server.stop.wait()
-        listener.close()
-        # A connection accepted just now is opened by a task of the loop's own; cancelled, that would leave a
-        # socket.
+        # A connection accepted just now is opened by a task of the loop's own; cancelled, or after the
+        # listener is closed, that would leave a socket.
         while asyncio.all_tasks() - server.serving - {asyncio.current_task()}:
             await asyncio.sleep(0)
+        listener.close()
         for client in server.serving:
             client.cancel()
         await asyncio.gather(*server.serving)
