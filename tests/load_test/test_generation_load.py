@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,11 +26,26 @@ class TokenServer(ThreadingHTTPServer):
     """Streams TOKENS tokens; a prompt "no" is 400, "broken" an error in mid-stream, "silent" has no token."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), TokenHandler)
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.texts = itertools.count()
+        self.read: set[str] | None = None  # the texts that a client has read, where the server waits for it
+        self.read_more = threading.Condition()
+
+    def record_read(self, text: str) -> None:
+        assert self.read is not None
+        with self.read_more:
+            self.read.add(text)
+            self.read_more.notify_all()
+
+    def wait_until_read(self, text: str) -> None:
+        if self.read is not None:
+            with self.read_more:
+                assert self.read_more.wait_for(lambda: self.read is not None and text in self.read, 60)
 
     def handle_error(self, *_: object) -> None:
         """Ignore clients that have left."""
@@ -47,10 +64,13 @@ class TokenHandler(BaseHTTPRequestHandler):
         if prompt == "no":
             return
         time.sleep(FIRST_S)
+        text = ""
         for index in range(0 if prompt == "silent" else TOKENS):
             if index:
+                self.server.wait_until_read(text)
                 time.sleep(NEXT_S)
-            key = {"delta": {"content": "a"}} if "messages" in body else {"text": "a"}
+            text = f"a{next(self.server.texts)}"
+            key = {"delta": {"content": text}} if "messages" in body else {"text": text}
             self.send({"choices": [key]})
             if prompt == "broken":
                 return self.send({"error": {"message": "no"}})
@@ -77,7 +97,17 @@ def send(server: TokenServer, *bodies: dict[str, Any], **options: Any) -> TokenL
     return generation_load.run(request, LoadProfile(**{"seconds": 1.0, "warmup": 0.0, **options}))
 
 
-def test_tokens_and_their_times_are_measured(token_server: TokenServer) -> None:
+def test_tokens_and_their_times_are_measured(
+    token_server: TokenServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_server.read, text_of = set(), generation_load._text
+
+    def record_text(choice: Any) -> str:
+        if text := text_of(choice):
+            token_server.record_read(text)
+        return text
+
+    monkeypatch.setattr(generation_load, "_text", record_text)
     result = send(token_server, {"prompt": "a"}, {"messages": []}, connections=2, limit=60.0)
     assert result.failed == 0 and result.requests >= 2
     assert result.tokens == result.completed * 2 * TOKENS and result.within == result.completed
