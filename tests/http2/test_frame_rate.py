@@ -66,13 +66,16 @@ def test_refused_streams_are_forgotten(start_server: StartServer, reason: str) -
 
 
 def test_refused_streams_do_not_keep_a_connection(start_server: StartServer) -> None:
-    with Peer(start_server(max_connection_idle=0.2, keepalive_interval=0.2).address) as peer:
+    with (
+        Peer(start_server(max_connection_idle=0.2, keepalive_interval=0.2).address) as peer,
+        contextlib.suppress(ConnectionError),  # the server closes a second after its GOAWAY
+    ):
         for i in range(1_000):
             peer.send(malformed_head(2 * i + 1))
-            if next(peer.frames())[0] == GOAWAY:
+            if next(peer.frames(), (GOAWAY,))[0] == GOAWAY:
                 return
             time.sleep(0.01)
-    pytest.fail("the connection is still open")
+        pytest.fail("the connection is still open")
 
 
 def encode_long_head(stream: int, size: int, method: str = "Echo") -> bytes:

@@ -97,14 +97,15 @@ def event_loop(server: EchoServer) -> asyncio.AbstractEventLoop:
 def test_shutdown_waits_for_calls_in_progress(start_server: StartServer, grpc_listening: Any) -> None:
     server = EchoServer(Http2Limits())
     with grpc_listening(lambda: server.server) as address, Peer(address) as peer:
-        peer.send(peer.encode_call(1, b"0.2", "Wait"), peer.encode_call(3, b"", "Wait"))
+        peer.send(peer.encode_call(1, b"released", "Wait"), peer.encode_call(3, b"", "Wait"))
         assert server.waiting.wait(60)
         loop = event_loop(server)
-        stopping = asyncio.run_coroutine_threadsafe(server.server.stop(1.0), loop)
+        stopping = asyncio.run_coroutine_threadsafe(server.server.stop(3.0), loop)
         assert peer.wait_for(GOAWAY)[1] == struct.pack(">II", 2**31 - 1, 0)
         peer.send(encode_frame(PING, ACK, 0, peer.wait_for(PING)[1]))
         assert peer.wait_for(GOAWAY)[1] == struct.pack(">II", 3, 0)
         peer.send(peer.encode_call(5))  # too late: it is ignored
+        server.released.set()
         assert peer.read_response(1)[0] == encode_message(b"late")
         assert peer.read_response(3)[1]["grpc-status"] == "14"
         stopping.result(60)

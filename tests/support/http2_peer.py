@@ -29,13 +29,17 @@ from serve_app.http2.server import Http2Server
 
 
 class EchoServer:
-    """A server with seven methods; ``cancelled`` is set when a call of Wait is cancelled."""
+    """A server with seven methods; ``cancelled`` is set when a call of Wait is cancelled.
+
+    A call of Wait with the message ``released`` ends once the test sets the event of that name.
+    """
 
     def __init__(self, limits: Http2Limits) -> None:
         self.server = Http2Server(limits)
         self.address = ""
         self.waiting = threading.Event()
         self.cancelled = threading.Event()
+        self.released = threading.Event()
         methods = {
             "Echo": grpc.unary_unary_rpc_method_handler(self._echo),
             "Wait": grpc.unary_unary_rpc_method_handler(self._wait),
@@ -57,7 +61,11 @@ class EchoServer:
     async def _wait(self, data: bytes, context: RpcContext) -> bytes:
         self.waiting.set()
         try:
-            await asyncio.sleep(30 if not data else float(data))
+            if data == b"released":
+                while not self.released.is_set():
+                    await asyncio.sleep(0.005)
+            else:
+                await asyncio.sleep(30 if not data else float(data))
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
