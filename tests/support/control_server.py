@@ -52,7 +52,8 @@ def serve_control(home: Path, access: AccessTable | None = None, **control: Any)
         services.control = ControlPlane(services.control.api, services.settings, lambda: access)
         app = management_app(services.control, services.settings, render=services.metrics.render)
         port = free_port()
-        server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="off"))
+        options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 600}
+        server = uvicorn.Server(uvicorn.Config(app, port=port, **options))
         task = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.005)

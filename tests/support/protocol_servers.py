@@ -177,6 +177,7 @@ def over_http() -> Iterator[Callable[..., str]]:
 @contextlib.contextmanager
 def serve_app_over_http(app: ASGIApp, **options: Any) -> Iterator[str]:
     port = free_port()
+    options.setdefault("timeout_keep_alive", 600)  # clients reuse idle connections, however late
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="off", **options))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()

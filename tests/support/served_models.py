@@ -100,7 +100,8 @@ def serve(served_models: Sequence[ServedModel]) -> Iterator[str]:
         meters = Meters()
         plane = DataPlane(reader, meters, lambda ref, row: served[ref.name])
         app = inference_app(plane, Settings(), meters)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_keep_alive=600)
+        server = uvicorn.Server(config)
         task = asyncio.ensure_future(server.serve([listener]))
         await ended.wait()
         server.should_exit = True
