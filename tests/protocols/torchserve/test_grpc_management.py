@@ -234,9 +234,10 @@ def test_late_call_is_cancelled(managed_by_grpc: Any) -> None:
 
     server.control_api.register = never
     stub = ManagementAPIsServiceStub(server.channel)
+    stub.ListModels(ListModelsRequest(), timeout=60)  # opens the connection, which may take longer
     with pytest.raises(grpc.RpcError) as raised:
-        stub.RegisterModel(RegisterModelRequest(url="m-1.0.mar"), timeout=0.1)
+        stub.RegisterModel(RegisterModelRequest(url="m-1.0.mar"), timeout=2)
     assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    while not server.access_log:
+    while len(server.access_log) < 2:
         time.sleep(0.005)
     assert server.access_log[-1][4] == grpc.StatusCode.CANCELLED.value[0]
