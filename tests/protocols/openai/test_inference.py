@@ -126,7 +126,9 @@ def test_comments_are_sent_while_the_model_is_silent(inference: Any, monkeypatch
 
         return ResponseStream(InferenceResponse(b"", version="1.0"), chunks())
 
-    response = inference(wait_for_comments)("POST", "/v1/completions", b'{"model": "m"}')
+    app = inference(wait_for_comments)
+    app.compares = False  # the number of comments depends on the machine
+    response = app("POST", "/v1/completions", b'{"model": "m"}')
     assert response.chunks[0] == b"data: 1\n\n" and response.chunks[-2:] == [b"data: 2\n\n", b""]
     assert 2 <= response.chunks.count(b": keep-alive\n\n") == len(response.chunks) - 3
 
