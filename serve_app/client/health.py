@@ -7,6 +7,8 @@ from typing import Any
 from serve_app.client._operations import Operation, Port, RequestDescriptor, RequestFlow, fetch_object
 from serve_app.client.errors import ServerError, TransportError
 
+CHECK_TIMEOUT_S = 2.0
+
 
 class HealthOperations:
     """The health routes of the inference port, the metrics port, and the API documents."""
@@ -43,7 +45,7 @@ class HealthOperations:
 
 def _check(path: str) -> RequestFlow[bool]:
     try:
-        yield RequestDescriptor("inference", "GET", path, idle_timeout=2.0, retryable=False)
+        yield RequestDescriptor("inference", "GET", path, idle_timeout=CHECK_TIMEOUT_S, retryable=False)
     except (TransportError, ServerError):
         return False
     return True

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.client import health
 from serve_app.domain.model import ModelSpec
 from serve_app.domain.routing_table import RoutingTable
 from tests.support.inference_functions import ClientFactory
@@ -13,7 +14,10 @@ from tests.support.inference_functions import ClientFactory
 pytestmark = pytest.mark.integration
 
 
-def test_health_operations(make_client: ClientFactory, inference: Any) -> None:
+def test_health_operations(
+    make_client: ClientFactory, inference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "CHECK_TIMEOUT_S", 60.0)
     client = make_client(inference())
     assert client.live()
     assert client.ready()

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from serve_app import errors
-from serve_app.client import Client, ServerSentEvent
+from serve_app.client import Client, ServerSentEvent, health
 from serve_app.client import errors as client_errors
 from serve_app.domain.async_prediction import StoredResponse
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
@@ -137,7 +137,9 @@ def test_refused_stream_raises(make_client: ClientFactory, inference: Any) -> No
         list(make_client(inference()).stream("nobody", b""))
 
 
-def test_number_of_connections_is_limited(make_client: ClientFactory, inference: Any) -> None:
+def test_number_of_connections_is_limited(
+    make_client: ClientFactory, inference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream uses the only connection; the health check gives up after its timeout of 2 s."""
     client = make_client(inference(stalled_stream), limits=httpx.Limits(max_connections=1))
     if isinstance(client, Client):
@@ -150,6 +152,7 @@ def test_number_of_connections_is_limited(make_client: ClientFactory, inference:
         assert wait(anext(stream)) == b"one"
         assert not client.live()
         wait(stream.aclose())
+    monkeypatch.setattr(health, "CHECK_TIMEOUT_S", 60.0)
     assert client.live()
 
 
