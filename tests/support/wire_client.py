@@ -106,7 +106,7 @@ async def exchange(app: Any, request: bytes, method: str) -> bytes:
     return bytes(transport.written)
 
 
-async def wait_until(condition: Callable[[], Any], timeout: float = 20.0) -> None:
+async def wait_until(condition: Callable[[], Any], timeout: float = 60.0) -> None:
     """Wait for a condition. Raises TimeoutError."""
 
     async def wait() -> None:
