@@ -64,8 +64,9 @@ def test_a_supervisor_notices_that_the_last_process_of_ray_has_ended() -> None:
     code = """
 import subprocess, time
 from serve_app.cli.supervisor import has_children
-children = [subprocess.Popen(["sleep", seconds]) for seconds in ("0", "0.3")]
+children = [subprocess.Popen(["true"]), subprocess.Popen(["cat"], stdin=subprocess.PIPE)]
 assert has_children()
+children[1].stdin.close()
 while has_children():
     time.sleep(0.01)
 """
@@ -97,7 +98,7 @@ def test_the_log_of_the_server_is_bounded_while_its_processes_hold_it(tmp_path: 
     write("after", 6)
     assert log.read_text() == "after\n" and (tmp_path / "server.log.1").read_text() == "before" * 20 + "\n"
     other.stdin.close()
-    other.wait(10)
+    other.wait(60)
     os.close(descriptor)
     reader, writer = os.pipe()
     rotate(writer, limit=0)  # the log of a container is a pipe

@@ -42,7 +42,8 @@ def serve_models(home: Path, *names: str, access: AccessTable | None = None) -> 
             archive = make_archive(server.store, name, ECHO)
             parameters = {"url": archive.name, "initial_workers": 1, "synchronous": "true"}
             headers = {"authorization": "Bearer secret"}
-            httpx.post(f"{server.url}/models", params=parameters, headers=headers).raise_for_status()
+            url = f"{server.url}/models"
+            httpx.post(url, params=parameters, headers=headers, timeout=60).raise_for_status()
         yield server
 
 
@@ -54,11 +55,14 @@ def server(tmp_path: Path) -> Iterator[ControlServer]:
 
 @contextlib.contextmanager
 def load(server: ControlServer, model: str, status: str = "ok") -> Iterator[None]:
-    """Count requests of a model meanwhile, as a gateway does."""
+    """Count requests of a model meanwhile, as a gateway does.
+
+    They are fewer than a hundred in an interval of `top`, so that its percentiles are exact.
+    """
     stopped = threading.Event()
 
     def count() -> None:
-        while not stopped.wait(0.005):
+        while not stopped.wait(0.05):
             server.services.meters.request(model, "1.0", status, 0.02)
 
     thread = threading.Thread(target=count)
@@ -96,7 +100,8 @@ def test_a_model_of_the_start_without_a_place_is_shown_by_every_command(tmp_path
         (server.store / "gamma.mar").write_bytes(b"no archive")
         server.run(start(server.services))
         reason = "No node of the cluster can hold a replica of alpha 1.0, which requires 1 GPU"
-        described = {name: httpx.get(f"{server.url}/models/{name}").json()[0] for name in ("alpha", "beta")}
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            described = {name: http.get(f"/models/{name}").json()[0] for name in ("alpha", "beta")}
         assert described["alpha"]["waitingFor"].startswith(reason)
         assert "waitingFor" not in described["beta"]
         shown = top(server, "--once", COLUMNS="300")
@@ -207,7 +212,7 @@ class Terminal:
         with contextlib.suppress(OSError):  # the terminal is closed with the process
             while os.read(self._terminal, 65536):
                 pass
-        code = self.process.wait(30)
+        code = self.process.wait(60)
         os.close(self._terminal)
         return code
 
