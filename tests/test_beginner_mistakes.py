@@ -71,7 +71,7 @@ def test_request(tmp_path: Path, source: str, body: str, content_type: str, mess
     (tmp_path / "model.py").write_text(source)
     with serve_handler("m", "model.py", tmp_path) as url:
         headers = {"content-type": content_type}
-        response = httpx.post(f"{url}/predictions/m", content=body, headers=headers)
+        response = httpx.post(f"{url}/predictions/m", content=body, headers=headers, timeout=60)
     assert response.status_code == 400
     assert message in response.json()["message"]
 
@@ -79,7 +79,7 @@ def test_request(tmp_path: Path, source: str, body: str, content_type: str, mess
 def test_a_prediction_for_which_the_host_has_too_little_memory(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(TENSOR.replace("request.sum()", "torch.empty(2**46).sum()"))
     with serve_handler("m", "model.py", tmp_path) as url:
-        response = httpx.post(f"{url}/predictions/m", json=[1.0])
+        response = httpx.post(f"{url}/predictions/m", json=[1.0], timeout=60)
     assert (response.status_code, response.headers["x-torchrelay-reason"]) == (507, "out_of_memory")
 
 

@@ -326,13 +326,13 @@ def test_an_adapter_that_is_added_again_is_awaited(tmp_path: Path) -> None:
         adapters = ReplicaAdapters(Loader(), open_folder)  # type: ignore[arg-type]
         adapters.apply([AdapterSpec("a", "url", "first", "")])
         adapters.apply([])
-        await asyncio.wait_for(adapters.wait_until_loaded(), 10)
+        await asyncio.wait_for(adapters.wait_until_loaded(), 60)
         adapters.apply([AdapterSpec("a", "url", "second", "")])
         waiting = asyncio.ensure_future(adapters.wait_until_loaded())
         await asyncio.sleep(0)
         assert not waiting.done()
         gate.set()
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
         assert loads == ["a"]
 
     asyncio.run(test())

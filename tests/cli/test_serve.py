@@ -163,15 +163,15 @@ def test_a_file_is_served_edited_and_joined_by_another(served: ServeProcess) -> 
     file = served.folder / "spam.py"
     assert served.predict("a prize").json() == {"spam": True}
     assert served.predict("").status_code == 200
-    invalid = httpx.post(f"http://127.0.0.1:{served.port}/predictions/spam", json={})
+    invalid = httpx.post(f"http://127.0.0.1:{served.port}/predictions/spam", json={}, timeout=60)
     assert (invalid.status_code, "text: Field required" in invalid.text) == (400, True)
     management = f"http://127.0.0.1:{served.port + 1}"
-    (described,) = httpx.get(f"{management}/models/spam").json()
+    (described,) = httpx.get(f"{management}/models/spam", timeout=60).json()
     assert described["inputType"] == "application/json"
     assert described["schemas"]["input"]["schema"]["required"] == ["text"]
-    metadata = httpx.get(f"http://127.0.0.1:{served.port}/v2/models/spam").json()
+    metadata = httpx.get(f"http://127.0.0.1:{served.port}/v2/models/spam", timeout=60).json()
     assert metadata["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [1]}]
-    document = httpx.options(f"http://127.0.0.1:{served.port}/predictions/spam").json()
+    document = httpx.options(f"http://127.0.0.1:{served.port}/predictions/spam", timeout=60).json()
     assert "requestBody" in document["paths"]["/predictions/spam"]["post"]
     assert httpx.get(f"{management}/ui", follow_redirects=True, timeout=60).status_code == 200
 
@@ -196,6 +196,7 @@ def test_a_file_is_served_edited_and_joined_by_another(served: ServeProcess) -> 
             f"http://127.0.0.1:{served.port}/predictions/upper",
             content="a",
             headers={"content-type": "text/plain"},
+            timeout=60,
         )
         assert (answer.text, answer.headers["x-model-version"]) == ("A", expected)
     command = [sys.executable, "-m", "serve_app.cli", "serve", "upper.py", "--port", str(served.port)]

@@ -194,7 +194,7 @@ def test_stop_ends_the_server_of_the_default_configuration(left_running) -> None
     process = left_running(run_id, TORCHRELAY_RUN=run_id)
     result = CliRunner().invoke(app, ["stop"])
     assert (result.exit_code, result.stdout) == (0, "Torchrelay has stopped.\n")
-    assert process.wait(10) == -signal.SIGINT
+    assert process.wait(60) == -signal.SIGINT
 
 
 @pytest.mark.parametrize("damage", ["", " damaged"])
@@ -289,7 +289,7 @@ def test_the_end_of_a_process_of_ray_ends_the_server_and_leaves_no_process(tmp_p
     assert server.process.wait() == 1
     killer.join()
     assert "ended; without it no replica can be started" in server.process.cause
-    _, alive = psutil.wait_procs(started, timeout=5)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == []
     server.close()
 
@@ -304,7 +304,7 @@ def test_a_start_that_fails_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="The server ended with code -9"):
         for _ in server.process.poll(60, "not ready"):
             pass
-    _, alive = psutil.wait_procs(started, timeout=5)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == []
     server.close()
 

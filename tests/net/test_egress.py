@@ -117,7 +117,7 @@ def test_the_checked_address_is_connected_to(monkeypatch: pytest.MonkeyPatch) ->
 
     with serving(answer) as target, connections(monkeypatch, target) as connected:
         transport = PublicTransport(lambda host, port: next(answers))
-        with httpx.Client(transport=transport, trust_env=False) as client:
+        with httpx.Client(transport=transport, trust_env=False, timeout=60) as client:
             assert client.get("http://models.example/m.mar").status_code == 204
             with pytest.raises(PrivateAddress):  # a new request resolves anew, and is checked anew
                 client.get("http://models.example/m.mar")
@@ -136,7 +136,7 @@ def test_every_redirect_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         serving(redirect) as target,
         connections(monkeypatch, target) as connected,
-        httpx.Client(transport=PublicTransport(resolver), follow_redirects=True) as client,
+        httpx.Client(transport=PublicTransport(resolver), follow_redirects=True, timeout=60) as client,
         pytest.raises(PrivateAddress, match=r"169\.254\.169\.254"),
     ):
         client.get("http://models.example/m.mar")
@@ -159,7 +159,7 @@ def test_a_proxy_gets_the_name_unless_it_is_private_here(monkeypatch: pytest.Mon
     with serving(answer) as proxy:
         monkeypatch.setenv("http_proxy", proxy)
         monkeypatch.setenv("no_proxy", "direct.example")
-        with httpx.Client(transport=PublicTransport(resolver)) as client:
+        with httpx.Client(transport=PublicTransport(resolver), timeout=60) as client:
             assert client.get("http://models.example/m.mar").status_code == 204
             with pytest.raises(PrivateAddress):
                 client.get("http://inside.example/")
@@ -175,7 +175,7 @@ def test_exempt_urls_may_be_private() -> None:
 
     async def get(port: str) -> None:
         transport = AsyncPublicTransport(lambda url: url.path == "/mine")
-        async with httpx.AsyncClient(transport=transport) as client:
+        async with httpx.AsyncClient(transport=transport, timeout=60) as client:
             assert (await client.get(f"http://127.0.0.1:{port}/mine")).status_code == 204
             with pytest.raises(PrivateAddress):
                 await client.get(f"http://127.0.0.1:{port}/other")

@@ -84,18 +84,18 @@ def test_a_listener_speaks_tls_and_nothing_older(make: Callable[..., tuple[Path,
         )
         await listener.open()
         try:
-            async with httpx.AsyncClient(verify=tls.client_context(certificate)) as client:
+            async with httpx.AsyncClient(verify=tls.client_context(certificate), timeout=60) as client:
                 assert (await client.get(url)).text == "https"
-            async with httpx.AsyncClient(verify=tls.client_context(stranger)) as client:
+            async with httpx.AsyncClient(verify=tls.client_context(stranger), timeout=60) as client:
                 with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                     await client.get(url)
             old = tls.client_context(certificate)
             with pytest.warns(DeprecationWarning):
                 old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
-            async with httpx.AsyncClient(verify=old) as client:
+            async with httpx.AsyncClient(verify=old, timeout=60) as client:
                 with pytest.raises(httpx.ConnectError):
                     await client.get(url)
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=60) as client:
                 with pytest.raises(httpx.TransportError):
                     await client.get(url.replace("https", "http"))
         finally:

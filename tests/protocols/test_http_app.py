@@ -205,7 +205,7 @@ def test_a_real_server_answers_a_body_that_is_too_large_and_goes_on(inference) -
     async def run() -> list[int]:
         async with (
             serving(inference(max_request_size=1000).app) as port,
-            httpx.AsyncClient(trust_env=False) as client,
+            httpx.AsyncClient(trust_env=False, timeout=60) as client,
         ):
             url = f"http://127.0.0.1:{port}/predictions/m"
             refused = await client.post(url, content=b"x" * 200_000)

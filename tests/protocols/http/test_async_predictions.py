@@ -167,7 +167,7 @@ def test_running_prediction_is_cancelled(start: Callable[..., Server]) -> None:
 
     server = start(hang)
     location = server.submit()
-    server.loop.run_until_complete(asyncio.wait_for(started.wait(), 10))
+    server.loop.run_until_complete(asyncio.wait_for(started.wait(), 60))
     response = server("DELETE", location)
     assert (response.status, response.json["state"]) == (200, "cancelled")
     assert cancelled.is_set()

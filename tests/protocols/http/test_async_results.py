@@ -22,6 +22,7 @@ from serve_app.control.async_predictions import service as async_service
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import ConfigurationError, ResultStoreUnavailable
 from tests.support.async_server import ASYNC, Server, echo
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -36,10 +37,9 @@ class S3:
     """An S3 server with the bucket ``kept``, whose objects survive ``stop`` and ``start``."""
 
     def __init__(self) -> None:
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._server.start()
-        host, self._port = self._server.get_host_and_port()
-        self.address = f"http://{host}:{self._port}"
+        self._port = free_port()  # nobody else gets it while the server is stopped
+        self.address = f"http://127.0.0.1:{self._port}"
+        self.start()
         self.client = self._client("s3")
         self.client.create_bucket(Bucket="kept")
 
@@ -55,7 +55,9 @@ class S3:
         return {found["Key"] for found in self.client.list_objects_v2(Bucket="kept").get("Contents", ())}
 
     def enforce_permissions(self, enabled: bool) -> None:
-        requests.post(f"{self.address}/moto-api/reset-auth", data=b"0" if enabled else b"Infinity", timeout=5)
+        requests.post(
+            f"{self.address}/moto-api/reset-auth", data=b"0" if enabled else b"Infinity", timeout=60
+        )
 
     def guest(self) -> dict[str, str]:
         """Return the key of a user without permissions."""
@@ -75,7 +77,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     try:
         yield server
     finally:
-        requests.post(f"{server.address}/moto-api/reset", timeout=5)
+        requests.post(f"{server.address}/moto-api/reset", timeout=60)
         server.stop()
 
 
@@ -329,9 +331,9 @@ def test_hanging_storage_does_not_block_other_requests(
             await asyncio.sleep(0.005)
         assert response.body == b"x"
         assert not any(one.done() for one in submissions)
-        listener.close()
         finish.set()
         assert {(await one)["x-torchrelay-reason"] for one in submissions} == {"result_store_unavailable"}
+        listener.close()
         for writer in writers:  # also of the connections that were accepted last
             with suppress(ConnectionError):
                 await writer.wait_closed()

@@ -38,7 +38,7 @@ def test_listener_believes_configured_proxies_alone(proxies: list[str], client: 
     async def ask() -> None:
         listener = HttpListener(app, "127.0.0.1", port, "management.port")
         await listener.open()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             await http.get(f"http://127.0.0.1:{port}/models", headers=FORWARDED)
         await listener.close()
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import httpx
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
+from websockets.sync import client
 
 from serve_app.control.api import ControlPlane
 from serve_app.errors import Unavailable
@@ -27,6 +27,8 @@ from serve_app.settings import Settings
 from tests.support.protocol_fakes import FakeControlAPI
 
 pytestmark = pytest.mark.integration
+
+connect = partial(client.connect, open_timeout=60)
 
 
 async def show(request: Request) -> Response:
@@ -64,7 +66,8 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, uds=path, log_config=None, lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
-    while not Path(path).exists():
+    while not server.started:
+        assert thread.is_alive()
         thread.join(0.005)
     yield path
     server.should_exit = True
@@ -84,7 +87,7 @@ def serve(over_http: Callable[..., str], socket: str) -> Callable[..., str]:
 def test_requests_reach_the_console_with_its_prefix_and_without_api_keys(serve: Callable[..., str]) -> None:
     url = serve()
     headers = {"cookie": "c=d", "authorization": "Bearer key", "x-forwarded-prefix": "/relay"}
-    response = httpx.get(f"{url}/ui/models/a%2Fb?x=1", headers=headers)
+    response = httpx.get(f"{url}/ui/models/a%2Fb?x=1", headers=headers, timeout=60)
     seen = response.json()
     assert seen["url"].endswith("/models/a/b?x=1")
     assert seen["headers"]["x-forwarded-prefix"] == "/relay/ui"
@@ -93,25 +96,24 @@ def test_requests_reach_the_console_with_its_prefix_and_without_api_keys(serve: 
     assert "authorization" not in seen["headers"]
     assert response.headers.get_list("cache-control") == ["max-age=5"]
     assert response.headers["set-cookie"] == "a=b; HttpOnly"
-    assert httpx.get(f"{url}/ui").json()["url"].endswith("/")
-    assert httpx.get(f"{url}/ui", headers={"x-forwarded-prefix": '"><script>'}).json()["headers"][
-        "x-forwarded-prefix"
-    ] == ("/ui")
+    assert httpx.get(f"{url}/ui", timeout=60).json()["url"].endswith("/")
+    unsafe = httpx.get(f"{url}/ui", headers={"x-forwarded-prefix": '"><script>'}, timeout=60).json()
+    assert unsafe["headers"]["x-forwarded-prefix"] == "/ui"
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 def test_other_methods_are_refused(serve: Callable[..., str], method: str) -> None:
-    assert httpx.request(method, f"{serve()}/ui").status_code == 405
+    assert httpx.request(method, f"{serve()}/ui", timeout=60).status_code == 405
 
 
 def test_head_has_no_body(serve: Callable[..., str]) -> None:
-    response = httpx.head(f"{serve()}/ui")
+    response = httpx.head(f"{serve()}/ui", timeout=60)
     assert (response.status_code, response.content) == (200, b"")
 
 
 def test_a_disabled_console_is_not_found_and_a_failed_one_is_unavailable(serve: Callable[..., str]) -> None:
-    assert httpx.get(f"{serve(disabled=True)}/ui").status_code == 404
-    response = httpx.get(f"{serve('it ended with code 3')}/ui")
+    assert httpx.get(f"{serve(disabled=True)}/ui", timeout=60).status_code == 404
+    response = httpx.get(f"{serve('it ended with code 3')}/ui", timeout=60)
     assert response.status_code == 503
     assert "it ended with code 3" in response.text
 

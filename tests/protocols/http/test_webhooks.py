@@ -68,7 +68,7 @@ def test_webhook_is_retried_and_signed(start: Callable[..., Server]) -> None:
         while server.service._all[location.rpartition("/")[2]].webhook_state != "delivered":
             await asyncio.sleep(0.005)
 
-    server.loop.run_until_complete(asyncio.wait_for(wait_for_delivery(), 10))
+    server.loop.run_until_complete(asyncio.wait_for(wait_for_delivery(), 60))
     assert len(hook.received) == 3
     headers, body = hook.received[-1]
     assert json.loads(body)["state"] == "done" and json.loads(body)["result"] == f"{location}/result"

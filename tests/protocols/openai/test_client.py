@@ -23,6 +23,7 @@ pytestmark = pytest.mark.integration
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"max_tokens": 30, "temperature": 0}
+OPTIONS: Any = {"api_key": "any", "max_retries": 0, "timeout": 60}  # its own timeout to connect is 5 s
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
 
 @pytest.fixture
 def client(server: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="any", max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{server[0]}/v1", **OPTIONS) as client:
         yield client
 
 
@@ -63,7 +64,7 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("path", ["/v1", "/predictions/poet/1.0/v1"])
 def test_chats_with_and_without_streaming(server: Any, path: str) -> None:
-    with openai.OpenAI(base_url=server[0] + path, api_key="any", max_retries=0) as client:
+    with openai.OpenAI(base_url=server[0] + path, **OPTIONS) as client:
         client.chat.completions.create(model="poet", messages=HELLO, **GREEDY)  # caches the prompt
         chat = client.chat.completions.create(model="poet", messages=HELLO, **GREEDY)
         assert (chat.choices[0].finish_reason, chat.choices[0].message.role) == ("length", "assistant")
@@ -108,7 +109,7 @@ def test_completions_with_options(client: openai.OpenAI) -> None:
 
 def test_concurrent_chats_get_their_own_texts(server: Any) -> None:
     async def chat_concurrently() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key="any", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server[0]}/v1", **OPTIONS) as client:
 
             async def chat(name: str) -> str:
                 completion = await client.chat.completions.create(
@@ -206,7 +207,7 @@ def test_half_of_a_surrogate_pair_is_no_text(server: Any) -> None:
         ("embeddings", '"input": "\\ud800"'),
     ):
         body = f'{{"model": "ranker", {text}, "x": {long_number}}}'
-        response = httpx.post(f"{server[0]}/v1/{path}", content=body)
+        response = httpx.post(f"{server[0]}/v1/{path}", content=body, timeout=60)
         assert response.status_code == 400, response.text
 
 
@@ -277,7 +278,8 @@ def test_messages_of_anthropics_api(server: Any, client: openai.OpenAI) -> None:
     text, usage = chat.choices[0].message.content or "", chat.usage
     assert usage is not None
     params = {"model": "poet", "messages": HELLO, **GREEDY}
-    with httpx.Client(base_url=f"{server[0]}/v1/messages", headers={"x-api-key": "any"}) as http:
+    url, headers = f"{server[0]}/v1/messages", {"x-api-key": "any"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
         whole = http.post("", json=params).json()
         assert whole["content"] == [{"type": "text", "text": text}]
         assert (whole["stop_reason"], whole["usage"]["output_tokens"]) == ("max_tokens", 30)

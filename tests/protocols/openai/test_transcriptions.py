@@ -39,7 +39,9 @@ def client(server: str) -> Iterator[openai.OpenAI]:
 @pytest.mark.integration
 def test_audio_is_transcribed(server: str, client: openai.OpenAI) -> None:
     whole = client.audio.transcriptions.create(model="whisper", file=FILE, language="en")
-    plain = httpx.post(f"{server}/predictions/whisper", content=AUDIO, headers={"content-type": "audio/wav"})
+    plain = httpx.post(
+        f"{server}/predictions/whisper", content=AUDIO, headers={"content-type": "audio/wav"}, timeout=60
+    )
     assert plain.json().keys() == {"text"}
     assert whole.usage is not None and whole.usage.to_dict() == {"type": "duration", "seconds": 1}
     text = client.audio.transcriptions.create(
@@ -54,7 +56,7 @@ def test_audio_is_transcribed(server: str, client: openai.OpenAI) -> None:
     assert "".join(segment.text for segment in verbose.segments) == verbose.text
     assert [segment.id for segment in verbose.segments] == list(range(len(verbose.segments)))
     translated = httpx.post(
-        f"{server}/v1/audio/translations", data={"model": "whisper"}, files={"file": FILE}
+        f"{server}/v1/audio/translations", data={"model": "whisper"}, files={"file": FILE}, timeout=60
     )
     assert translated.json()["text"]
     for response_format, start in (("srt", "1\n00:00:0"), ("vtt", "WEBVTT\n\n00:00:0")):

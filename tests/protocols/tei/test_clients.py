@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict
 
 @pytest.fixture
 def http(server: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server[0], timeout=30) as client:
+    with httpx.Client(base_url=server[0], timeout=60) as client:
         yield client
 
 
@@ -114,7 +114,7 @@ def test_openais_client_takes_the_same_base_url(server: Any, http: httpx.Client)
     expected = post(http, "/sentences/embed", inputs=TEXTS)
     for path in ("", "/v1"):
         address = f"{server[0]}/sentences{path}"
-        with openai.OpenAI(base_url=address, api_key="any", max_retries=0) as client:
+        with openai.OpenAI(base_url=address, api_key="any", max_retries=0, timeout=60) as client:
             response = client.embeddings.create(model="text-embeddings-inference", input=TEXTS)
             assert [row.embedding for row in response.data] == [
                 pytest.approx(row, abs=1e-6) for row in expected

@@ -26,7 +26,7 @@ def request_through_proxy(ray_app: App) -> httpx.Response:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         try:
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=60) as client:
                 return await client.get(f"http://127.0.0.1:{port}/predictions/m")
         finally:
             server.should_exit = True

@@ -59,7 +59,7 @@ def test_requests_arrive_over_tcp_and_over_the_socket_until_the_server_stops() -
         path = unix_listener.find_socket("127.0.0.1", port)
         assert path is not None and path.parent.stat().st_mode & 0o077 == 0
         for transport in (None, httpx.AsyncHTTPTransport(uds=str(path))):
-            async with httpx.AsyncClient(transport=transport) as client:
+            async with httpx.AsyncClient(transport=transport, timeout=60) as client:
                 answer = await client.get(f"http://127.0.0.1:{port}/")
                 assert (answer.status_code, answer.text) == (200, "127.0.0.1")
         assert unix_listener.find_socket("192.0.2.1", port) is None, "another host's port"
