@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ class FakeServer:
             self.urls.append(url)
             self.running += 1
             self.most_running = max(self.most_running, self.running)
+        time.sleep(0.005)  # others may come meanwhile
+        with self._lock:
+            self.running -= 1  # before the client sends its next request
         if "known" in url:
             respond(handler, 409, {"message": "it is registered"}, x_torchrelay_reason="version_exists")
         elif "broken" in url:
@@ -41,8 +45,6 @@ class FakeServer:
             respond(handler, 400, problem, x_torchrelay_reason="bad_archive")
         else:
             respond(handler, 200, {"status": "registered"})
-        with self._lock:
-            self.running -= 1
 
 
 @pytest.fixture
