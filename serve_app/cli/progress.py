@@ -23,6 +23,7 @@ from serve_app.domain.resources import format_amount
 if TYPE_CHECKING:
     from serve_app.cli.server_process import ServerProcess
 
+_LAST_EVENTS_TIMEOUT_S = 1.0  # for the events that were sent before the response
 _DASHBOARD = "http://127.0.0.1:8265  (`ray get-auth-token` shows the token that it requires)"
 
 
@@ -153,7 +154,7 @@ def register(client: Client, console: Console, url: str, **parameters: Any) -> s
         listener = threading.Thread(target=show_events, daemon=True)
         listener.start()
         message = client.register(url, registration=registration_id, **parameters)
-        listener.join(1)
+        listener.join(_LAST_EVENTS_TIMEOUT_S)
     return message
 
 

@@ -83,6 +83,12 @@ def fake_server() -> Iterator[FakeServer]:
         yield fake_server
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the last events on a machine that stalls."""
+    monkeypatch.setattr(progress, "_LAST_EVENTS_TIMEOUT_S", 60.0)
+
+
 def console() -> Console:
     return Console(file=io.StringIO(), width=100, force_terminal=False)
 
