@@ -229,7 +229,7 @@ def test_openais_client_chats_about_images(folder: Path, tmp_path: Path, served:
     [expected] = served.texts(body)
     with (
         serve(models) as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0, timeout=60) as client,
     ):
         chat = client.chat.completions.create(model="eyes", **body)
         assert chat.choices[0].message.content == expected

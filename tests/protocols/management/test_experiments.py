@@ -146,6 +146,7 @@ def test_a_call_of_an_experiment_by_key_is_known_by_its_request_id_too(cluster: 
 def test_event_may_precede_the_report_of_its_request(cluster: Cluster) -> None:
     id = cluster.begin(BY_CALL)
     cluster.call("r0")
+    cluster.measured._exposure_timeout = 60.0
 
     async def late() -> None:
         await asyncio.sleep(0.05)

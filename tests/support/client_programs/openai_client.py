@@ -28,7 +28,7 @@ class Person(pydantic.BaseModel):
     age: int = pydantic.Field(ge=0, le=150)
 
 
-client = openai.OpenAI(base_url=BASE, api_key="-", max_retries=0)
+client = openai.OpenAI(base_url=BASE, api_key="-", max_retries=0, timeout=60)
 assert {"chat", "minilm"} <= {model.id for model in client.models.list()}
 options: Any = {"model": "chat", "messages": MESSAGES, "max_completion_tokens": 16, "seed": 1}
 whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
@@ -80,7 +80,7 @@ except openai.NotFoundError as error:
 
 
 async def answer_many() -> None:
-    async with openai.AsyncOpenAI(base_url=BASE, api_key="-", max_retries=0) as many:
+    async with openai.AsyncOpenAI(base_url=BASE, api_key="-", max_retries=0, timeout=60) as many:
         results = await asyncio.gather(*(many.chat.completions.create(**options) for _ in range(8)))
         assert {result.choices[0].message.content for result in results} == {text}
 
