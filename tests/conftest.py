@@ -18,7 +18,9 @@ pytest_plugins = ["tests.support.suite_rules"]
 
 # The same examples each time, and none that fails because the machine stood still.
 hypothesis.settings.load_profile("ci")
-os.environ.pop("COLUMNS", None)  # rich's consoles, made when they are imported, would keep it
+# A CI service may set them: rich's and typer's consoles would keep a width, or write colours to a file.
+for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
