@@ -54,7 +54,7 @@ class Collector(services.TraceServiceServicer):
                     self.changed.notify_all()
         return messages.ExportTraceServiceResponse()
 
-    def tree(self, trace: str, is_complete: Callable[[Tree], bool], timeout: float = 30.0) -> Tree:
+    def tree(self, trace: str, is_complete: Callable[[Tree], bool], timeout: float = 120.0) -> Tree:
         """Return the spans of a trace by name, once ``is_complete`` holds."""
         with self.changed:
             assert self.changed.wait_for(lambda: is_complete(self._tree(trace)), timeout), self._tree(trace)
