@@ -135,14 +135,15 @@ def test_attacks_are_refused(name: str) -> None:
 
 
 def test_expiry_also_of_a_cached_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = replace(ACCESS, jwt=replace(POLICY, leeway=300.0))
     with pytest.raises(ExpiredToken):
-        resolve(sign(claims(exp=time.time() - 11)))
+        resolve(sign(claims(exp=time.time() - 301)), access)
     token = sign(claims(exp=time.time() - 5))  # within the leeway
-    expires = resolve(token).expires
+    expires = resolve(token, access).expires
     assert expires is not None
     monkeypatch.setattr("serve_app.protocols.http.auth.time.time", lambda: expires)
     with pytest.raises(ExpiredToken):
-        resolve(token)
+        resolve(token, access)
 
 
 def test_a_removed_key_ends_its_tokens_and_an_unknown_one_is_reported() -> None:
