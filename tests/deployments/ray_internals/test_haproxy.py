@@ -33,6 +33,7 @@ from serve_app.errors import ConfigurationError
 from serve_app.protocols.http.server import unix_listener
 from serve_app.settings import HAPROXY_TLS_BIND, HAPROXY_TLS_CERTIFICATE
 from tests.support.certificates import make_pair
+from tests.support.listeners import close_listener
 from tests.support.ports import free_port
 
 
@@ -280,7 +281,7 @@ def test_a_path_has_the_longest_route_of_whole_segments(folder: Path) -> None:
         status, headers, _ = get(api, "/-/routes/x")
         assert (status, headers["x-torchrelay-reason"]) == (404, "no_route")
         for listener in listeners:
-            listener.close()
+            await close_listener(listener)
 
     running(api, scenario)
 
@@ -327,11 +328,11 @@ def test_a_replica_of_this_host_gets_its_requests_over_its_unix_socket(folder: P
         await until(lambda: answers() == {b"unix", b"tcp"})
         await api.reload()  # with the state of the servers
         assert await asyncio.to_thread(answers) == {b"unix", b"tcp"}
-        unix.close()
+        await close_listener(unix)
         assert path is not None
         path.unlink(missing_ok=True)  # as a replica that stops: its requests go to the other one
         assert await asyncio.to_thread(answers) == {b"tcp"}
-        tcp.close()
+        await close_listener(tcp)
 
     running(api, scenario)
 
@@ -379,7 +380,7 @@ def test_a_connection_of_an_old_process_reaches_the_replica_that_is_left(folder:
         assert sorted(arrived) == list(range(count))
         await reload(ports[-1:])
         for listener, event in zip(listeners[:-1], released, strict=False):
-            listener.close()
+            await close_listener(listener)
             event.set()
         while sum(task.done() for task in slow) < count - 1:
             await asyncio.sleep(0.01)
@@ -388,7 +389,7 @@ def test_a_connection_of_an_old_process_reaches_the_replica_that_is_left(folder:
         released[-1].set()
         await asyncio.gather(*slow)
         client.close()
-        listeners[-1].close()
+        await close_listener(listeners[-1])
 
     running(api, scenario)
 
@@ -552,6 +553,6 @@ def test_a_client_may_wait_longer_than_it_may_pause(folder: Path) -> None:
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + header + b"\r\n\r\n")
             assert (await reader.read()).endswith(b"late")
             writer.close()
-        server.close()
+        await close_listener(server)
 
     running(api, scenario)

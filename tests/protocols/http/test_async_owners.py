@@ -14,6 +14,7 @@ import pytest
 from serve_app.domain.access import ROLES, AccessTable, KeyGrant, Role
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from tests.support.async_server import ASYNC, Server, build_table, echo, locked_database
+from tests.support.listeners import close_listener
 from tests.support.protocol_fakes import send_request
 
 pytestmark = pytest.mark.integration
@@ -157,7 +158,7 @@ def test_the_end_of_a_webhook_returns_nothing_to_a_revoked_key(start: Callable[.
     check_that_nothing_is_owned(server, location, start)
     assert server("DELETE", location, headers=bearer("ops")).status == 204
     assert [submit(server, "a").status for _ in range(3)] == [202, 429, 429]  # its share is one of four
-    hooks.close()
+    run(close_listener(hooks))
     run(hooks.wait_closed())
 
 

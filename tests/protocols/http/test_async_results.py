@@ -22,6 +22,7 @@ from serve_app.control.async_predictions import service as async_service
 from serve_app.domain.request import InferenceRequest, InferenceResponse
 from serve_app.errors import ConfigurationError, ResultStoreUnavailable
 from tests.support.async_server import ASYNC, Server, echo
+from tests.support.listeners import close_listener
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
@@ -333,7 +334,7 @@ def test_hanging_storage_does_not_block_other_requests(
         assert not any(one.done() for one in submissions)
         finish.set()
         assert {(await one)["x-torchrelay-reason"] for one in submissions} == {"result_store_unavailable"}
-        listener.close()
+        await close_listener(listener)
         for writer in writers:  # also of the connections that were accepted last
             with suppress(ConnectionError):
                 await writer.wait_closed()

@@ -17,6 +17,7 @@ from serve_app.errors import ConfigurationError
 from serve_app.settings import load
 from tests.support.async_server import ASYNC, Server
 from tests.support.http_server import dripping
+from tests.support.listeners import close_listener
 
 
 class WebhookReceiver:
@@ -78,7 +79,7 @@ def test_webhook_is_retried_and_signed(start: Callable[..., Server]) -> None:
     assert server("GET", location).json["webhook"] == {"url": url, "state": "delivered"}
 
     async def close() -> None:
-        loop_server[0].close()
+        await close_listener(loop_server[0])
         await loop_server[0].wait_closed()
 
     server.loop.run_until_complete(close())
