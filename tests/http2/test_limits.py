@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from serve_app.http2 import server as http2_server
 from serve_app.http2.connection import Http2Connection
 from serve_app.http2.frames import (
     CANCEL,
@@ -228,7 +229,10 @@ def test_unfinished_header_blocks_count(start_server: StartServer) -> None:
 # Waiting calls
 
 
-def test_calls_without_a_message_yield_to_others(start_server: StartServer) -> None:
+def test_calls_without_a_message_yield_to_others(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http2_server, "_MIN_STALL", 3600.0)
     server = start_server(max_concurrent_calls=10)
     with Peer(server.address) as peer:
         peer.send(*[peer.encode_call(2 * i + 1, None) for i in range(10)])
@@ -236,7 +240,8 @@ def test_calls_without_a_message_yield_to_others(start_server: StartServer) -> N
         with pytest.raises(grpc.RpcError) as raised:
             call_method(server.address)
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # they are new
-        time.sleep(1.1)
+        monkeypatch.setattr(http2_server, "_MIN_STALL", 0.1)
+        time.sleep(0.2)
         assert call_method(server.address) == b"x"
         assert read_status(peer, 1) == "8"
 
