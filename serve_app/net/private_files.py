@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -53,6 +54,25 @@ def get_runtime_directory() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{directory} must be a directory that only its owner can enter; remove it")
     return directory
+
+
+def listen_at(path: Path, backlog: int = 100) -> socket.socket:
+    """Return a Unix socket that listens at ``path``, in place of an earlier one. Raises OSError.
+
+    It gets this name once it listens. A socket that is only bound refuses connections, as that of a killed
+    process does, so another process would remove it.
+    """
+    unnamed = path.with_suffix(".new")
+    unnamed.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(unnamed))
+        listener.listen(backlog)
+        unnamed.replace(path)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def get_ray_directory() -> Path | None:

@@ -45,7 +45,7 @@ from serve_app.domain.request import (
     Submit,
 )
 from serve_app.errors import RelayError, ReplicaDied
-from serve_app.net.private_files import get_runtime_directory
+from serve_app.net.private_files import get_runtime_directory, listen_at
 from serve_app.runtime.backends import Backend, infer
 from serve_app.runtime.batching.request_queue import StreamBuffer
 
@@ -89,7 +89,7 @@ class UdsServer:
 
     async def open(self, path: Path) -> None:
         await asyncio.to_thread(_remove_stale_sockets, path.parent)
-        self._server = await asyncio.start_unix_server(self._serve, path)
+        self._server = await asyncio.start_unix_server(self._serve, sock=listen_at(path))
         self._path = path
 
     def close(self) -> None:

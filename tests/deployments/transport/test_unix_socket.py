@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.dataplane.backends import ConnectionLost
+from serve_app.deployments.transport import unix_socket
 from serve_app.deployments.transport.unix_socket import UdsClient, UdsClientPool, UdsServer, socket_path
 from serve_app.domain.model import ModelRef
 from serve_app.domain.request import InferenceRequest, InferenceResponse, InputPart, ResponseStream
@@ -239,6 +240,22 @@ def test_sockets_of_replicas_that_were_killed_are_swept(tmp_path: Path) -> None:
             assert (await client.infer(make_request(b"x"))).body == b"x"
 
         over_a_socket(tmp_path, check)
+
+
+def test_a_socket_is_not_swept_before_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = socket.socket.listen
+
+    def sweep_first(listener: socket.socket, *backlog: int) -> None:
+        """Listen after another replica has removed the sockets that refuse connections."""
+        unix_socket._remove_stale_sockets(tmp_path)
+        listen(listener, *backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", sweep_first)
+
+    async def check(client, batcher, server) -> None:
+        assert (await client.infer(make_request(b"x"))).body == b"x"
+
+    over_a_socket(tmp_path, check)
 
 
 class Faulty:

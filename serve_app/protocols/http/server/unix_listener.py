@@ -18,7 +18,7 @@ import psutil
 import uvicorn
 from uvicorn.server import ServerState
 
-from serve_app.net.private_files import get_runtime_directory
+from serve_app.net.private_files import get_runtime_directory, listen_at
 
 LOCAL_PEER = ("127.0.0.1", 0)  # the peer of a Unix socket, which has no address
 _MAX_PATH = 107  # bytes
@@ -85,9 +85,10 @@ class Server(uvicorn.Server):
             protocol: Any = self.config.http_protocol_class
             return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-        path.unlink(missing_ok=True)
+        backlog = self.config.backlog
+        listener = listen_at(path, backlog)
         server = await loop.create_unix_server(
-            create_protocol, str(path), ssl=self.config.ssl, backlog=self.config.backlog
+            create_protocol, sock=listener, ssl=self.config.ssl, backlog=backlog
         )
         self.servers.append(server)
         self._paths.append(path)
