@@ -29,6 +29,10 @@ REPLICA = ProcessIdentity.of_replica("digits", "1.0", "k3j9x2ab")
 @pytest.fixture
 def process_logs(tmp_path, monkeypatch):
     """Provide the logging of this process with its files; undo it afterwards."""
+    loggers = [
+        found for found in logging.root.manager.loggerDict.values() if isinstance(found, logging.Logger)
+    ]
+    enabled = [logger for logger in loggers if not logger.disabled]
     out, err = io.StringIO(), io.StringIO()
     console = io.StringIO()
 
@@ -56,6 +60,8 @@ def process_logs(tmp_path, monkeypatch):
     ProcessLogs.out, ProcessLogs.err, ProcessLogs.console = out, err, console
     yield ProcessLogs()
     logs.close()
+    for logger in enabled:  # dictConfig has disabled them, also for later tests
+        logger.disabled = False
 
 
 def in_batch(*ids):
