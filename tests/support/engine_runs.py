@@ -18,7 +18,7 @@ def run_with_engine(folder: Path, function: Callable[[Any], Awaitable[Any]], **o
     async def run() -> Any:
         engine = await engines.start(folder, None, {**SIZES, **options})
         try:
-            return await asyncio.wait_for(function(engine), 60)
+            return await asyncio.wait_for(function(engine), 200)
         finally:
             await engine.shutdown()
 

@@ -63,7 +63,7 @@ def run_served(
         assert handler.entry.is_async
         await handler.entry.initialize(handler.context())
         try:
-            return await asyncio.wait_for(use(handler), 60)
+            return await asyncio.wait_for(use(handler), 200)
         finally:
             await handler.entry.instance.engine.shutdown()
 
@@ -370,7 +370,7 @@ def test_a_long_prompt_is_tokenized_while_others_generate(
         encode = tokenizer.encode
 
         def wait(text: str, **options: Any) -> list[int]:
-            assert len(text) < 9000 or other_has_ended.wait(30)
+            assert len(text) < 9000 or other_has_ended.wait(200)
             return encode(text, **options)
 
         monkeypatch.setattr(tokenizer, "encode", wait)

@@ -69,7 +69,7 @@ def run_served(folder: Path, use: Callable[[Served], Awaitable[Any]], adapters: 
         served = Served(folder, adapters)
         await served.entry.initialize(served.context())
         try:
-            return await asyncio.wait_for(use(served), 60)
+            return await asyncio.wait_for(use(served), 200)
         finally:
             await served.entry.instance.engine.shutdown()
 

@@ -62,7 +62,7 @@ async def generate_all(folder: Path) -> tuple[str, list[list[Any]]]:
         return [token async for chunk in engine.generate(request) for token in chunk.logprobs]
 
     try:
-        completions = await asyncio.wait_for(asyncio.gather(*map(collect, make_requests())), 60)
+        completions = await asyncio.wait_for(asyncio.gather(*map(collect, make_requests())), 200)
         return engine.model.config._attn_implementation, completions
     finally:
         await engine.shutdown()

@@ -56,7 +56,7 @@ def with_client(folder: Path, use: Callable[[Client], Awaitable[Any]], **options
     async def run() -> Any:
         engine = await engines.start(folder, None, {**SIZES, **options})
         try:
-            return await asyncio.wait_for(use(Client(engine)), 60)
+            return await asyncio.wait_for(use(Client(engine)), 200)
         finally:
             await engine.shutdown()
 

@@ -80,7 +80,7 @@ def answer_together(model: ServedModel, bodies: list[dict[str, Any]]) -> list[An
     context = model.context("")
     context.begin([f"{i}" for i in range(len(bodies))], [{}] * len(bodies), [{}] * len(bodies))
     rows = model.entry([{"body": body} for body in bodies], context)
-    return model.loop.run_until_complete(asyncio.wait_for(rows, 60))
+    return model.loop.run_until_complete(asyncio.wait_for(rows, 200))
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-320, 1e-6, 1e-5])
