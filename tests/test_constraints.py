@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.package_index import skip_without_index
+from tests.support.package_index import run_uv
 
 ROOT = Path(__file__).parent.parent
 PYTHONS = pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
@@ -46,14 +44,12 @@ def test_no_package_has_two_versions(python: str) -> None:
 @PYTHONS
 def test_every_package_of_every_extra_is_pinned_and_can_be_installed(python: str, tmp_path: Path) -> None:
     resolved = tmp_path / "resolved.txt"
-    command = [
-        *(sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"),
-        *("--all-extras", "--python-version", f"{python}.9", "--python-platform", "x86_64-manylinux_2_28"),
+    run_uv(
+        *("compile", "--quiet", "--no-header", "--no-annotate", "--all-extras"),
+        *("--python-version", f"{python}.9", "--python-platform", "x86_64-manylinux_2_28"),
         *("--constraint", "constraints.txt", "--output-file", str(resolved), "pyproject.toml"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    skip_without_index(done.stderr)
-    assert done.returncode == 0, done.stderr
+        cwd=ROOT,
+    )
     pins = dict(read_pins(python))
     installed = (line.partition(" ")[0].partition("==") for line in resolved.read_text().splitlines())
     versions = {re.sub(r"\[.*", "", name): version for name, _, version in installed}

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from cluster import lock
 from tests.support.container_images import read_stages, read_target
-from tests.support.package_index import skip_without_index
+from tests.support.package_index import run_uv
 
 Release = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -138,7 +138,7 @@ def test_only_the_cuda_build_needs_the_cuda_libraries() -> None:
 @TARGETS
 def test_the_resolver_installs_exactly_the_locks(target: str, tmp_path: Path) -> None:
     """The resolver reads the metadata of the locked files; a dependency that no lock has is an error."""
-    command = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--require-hashes", *lock.PLATFORM]
+    command = ["install", "--dry-run", "--require-hashes", *lock.PLATFORM]
     for place in lock.IMAGES[target]:
         command += ["--requirement", str(lock.LOCKS / f"{place}.lock")]
     folders = os.environ.get("PIP_FIND_LINKS", "").split() if target == "cpu" else []
@@ -146,9 +146,7 @@ def test_the_resolver_installs_exactly_the_locks(target: str, tmp_path: Path) ->
     if target == "cpu" and not any(Path(folder).glob("torch-*+cpu-*") for folder in folders):
         command += ["--extra-index-url", lock.TORCH_INDEX.removesuffix("torch/")]
     command += ["--target", str(tmp_path / "empty")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    skip_without_index(done.stderr)
-    assert done.returncode == 0, done.stderr
+    done = run_uv(*command)
     planned = dict(re.findall(r"^ \+ ([\w.-]+)==(\S+)$", done.stderr, re.MULTILINE))
     assert planned == locked(target)
 
