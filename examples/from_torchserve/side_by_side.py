@@ -36,7 +36,7 @@ COMMAND = [
 # Fields that differ between two runs of one server.
 VOLATILE = {"startTime", "memoryUsage", "pid", "id", "modelUrl"}
 # Fields that Torchrelay adds to a description; a client of TorchServe does not read them.
-ADDED = {"handler", "memory", "node"}
+ADDED = {"handler", "memory", "node", "sha256"}
 
 # Intended differences of Torchrelay: the reason, and the exact lines.
 EXPLAINED = {

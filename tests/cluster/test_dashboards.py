@@ -19,6 +19,7 @@ from ray.dashboard.modules.metrics.dashboards.serve_deployment_dashboard_panels 
 )
 
 from serve_app.client import Client
+from serve_app.domain.recycling import MIN_REQUESTS
 from serve_app.proto import inference_pb2, inference_pb2_grpc
 from tests.support import prometheus_server
 from tests.support.archives import ECHO, archive_language_model, make_archive, says
@@ -145,7 +146,7 @@ def register(server: Server, folder: Path) -> None:
         ("rolled", "2.0", FAILS.replace("raise", "if data: raise")),
     ):
         assert server.register(make_archive(folder, name, handler, version)).status_code == 200, name
-    config = {"response_cache": {}, "recycling": {"max_requests": 10}}
+    config = {"response_cache": {}, "recycling": {"max_requests": MIN_REQUESTS}}
     assert server.register(make_archive(folder, "stored", ECHO, config=config)).status_code == 200
     stateful = make_archive(folder, "adder", SUM, config={"sequenceBatching": True, "maxNumSequence": 4})
     assert server.register(stateful).status_code == 200
@@ -188,7 +189,7 @@ def send_predictions(server: Server) -> None:
 
 def send_special_requests(server: Server) -> None:
     """Use sequences, workflows, async predictions with a webhook, a language model and stored responses."""
-    for body in ("x", *map(str, range(12)), "x"):
+    for body in ("x", *map(str, range(MIN_REQUESTS)), "x"):
         assert server.http.post("/predictions/stored", content=body).text == body
     name, start, end = (f"ts_request_sequence_{word}" for word in ("id", "start", "end"))
     for headers in ({start: "true"}, {end: "true"}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +39,11 @@ class DiskCalls(list[DiskCall]):
             return wrapped
 
         monkeypatch.setattr(os, "fsync", recorded_fsync)
+        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10's paths have its functions of os
         for name in ("rename", "replace"):
             monkeypatch.setattr(os, name, recorded(getattr(os, name)))
+            if accessor is not None:
+                monkeypatch.setattr(accessor, name, staticmethod(getattr(os, name)))
         return calls
 
     def check_durable(self, path: Path) -> None:

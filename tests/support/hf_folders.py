@@ -300,7 +300,11 @@ def save_segformer(folder: Path) -> Path:
         initializer_range=0.8,
     )
     transformers.SegformerForSemanticSegmentation(config).save_pretrained(folder)
-    transformers.SegformerImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    try:
+        processor = transformers.SegformerImageProcessorPil(size={"height": 32, "width": 32})
+    except ImportError:  # the newest transformers for Python 3.10
+        pytest.skip("needs torchvision")
+    processor.save_pretrained(folder)
     return folder
 
 

@@ -52,8 +52,9 @@ def test_each_connection_gets_its_own_response(served):
 
 def test_haproxy_has_the_configuration_of_a_fast_path_route(served):
     name, peer, folder = served
-    text = (folder / f"bare-parser-{name}" / "haproxy.cfg").read_text()
+    configured = folder / f"bare-parser-{name}"
+    text = (configured / "haproxy.cfg").read_text()
     for line in ("http-reuse always", "option forwardfor", "option http-no-delay", "nbthread"):
         assert line in text
-    assert f"path_beg /predictions/{name}/" in text
+    assert "map_beg(" in text and f"/predictions/{name}/" in (configured / "routes.map").read_text()
     assert {part for part, _ in cpu_time.read(peer.processes()).values()} == {"HAProxy", "replica"}
