@@ -126,14 +126,19 @@ def normalize(step: dict, other: dict | None = None) -> str:
         body = _normalize_metrics(body)
     else:
         try:
-            value = json.loads(body)
-            other_value = json.loads(other["body"]) if other else value
+            value, other_value = _load(step), _load(other or step)
             body = json.dumps(_normalize_value(value, other_value), indent=1)
         except ValueError:
             pass
     kept = ("content-type", "x-words", "access-control-allow-origin", "access-control-allow-methods")
     headers = [f"{name}: {step['headers'][name]}" for name in kept if name in step["headers"]]
     return "\n".join([str(step["status"]), *headers, body])
+
+
+def _load(step: dict):
+    """Return the document of a response; versions are sorted, as TorchServe's have no order."""
+    value = json.loads(step["body"])
+    return sorted(value, key=lambda each: each["modelVersion"]) if step["step"] == "describe all" else value
 
 
 def _normalize_value(value, other):

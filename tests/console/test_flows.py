@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # It answers with scores, which depend on the version; an image or JSON.
 SCORES = """
+import torchrelay  # without it, input_type is not ours
+
+
 class Handler:
     input_type = "image/*"
 
