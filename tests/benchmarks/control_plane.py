@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import pickle
 import statistics
 import tempfile
@@ -79,15 +80,17 @@ class Node:
 def simulate(versions: int, nodes: int) -> Timings:
     """Return the times of the control plane with ``versions`` models of one version each."""
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_simulate(versions, nodes, f"sqlite:///{Path(folder, 'registry.db')}"))
+        url = f"sqlite:///{Path(folder, 'registry.db')}"
+        registry = Registry({f"m{i}": ModelRecord("1.0", {"1.0": _spec(i)}) for i in range(versions)})
+        with contextlib.closing(Database(url)) as written:
+            written.save(Registry(), registry)
+        with contextlib.closing(Database(url)) as database:
+            return asyncio.run(_simulate(versions, nodes, database))
 
 
-async def _simulate(versions: int, nodes: int, url: str) -> Timings:
+async def _simulate(versions: int, nodes: int, database: Database) -> Timings:
     timings = Timings()
-    registry = Registry({f"m{i}": ModelRecord("1.0", {"1.0": _spec(i)}) for i in range(versions)})
-    Database(url).save(Registry(), registry)
     with timings.measure("start: load the registry"):
-        database = Database(url)
         registry = database.load()
     health, publisher = HealthTracker(), TablePublisher(MetricsAggregator())
 
