@@ -64,6 +64,7 @@ def test_without_room_for_another_a_replica_that_has_grown_is_drained_first(
     with Load(f"{server.url}/predictions/fat", connections=2) as load:
         server.wait(lambda: server.pids("fat") not in ([], [first]), description="a new replica")
     assert not load.failed, load.failed
+    server.wait(lambda: recycled(server, "fat", "memory"), description="the count of the replacement")
     assert recycled(server, "fat", "memory") == 1
     assert httpx.post(f"{server.url}/predictions/fat", timeout=60).text != str(first)
     server.management.delete("/models/fat")
