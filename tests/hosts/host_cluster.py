@@ -43,6 +43,8 @@ def unavailable() -> str:
     """Return why several hosts cannot run here, or an empty string."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
+    if Path(sys.executable).is_relative_to("/tmp"):
+        return "needs a Python outside /tmp, in whose place each host has its disk"
     missing = [tool for tool in ("ip", "nft", "tc") if not shutil.which(tool)]
     return f"needs {', '.join(missing)}" if missing else ""
 
