@@ -18,7 +18,8 @@ def test_every_path_is_measured() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for figures in json.loads(done.stdout):
-        assert figures["total"] >= sum(figures.values()) / 2 > 0
+        stages = sum(microseconds for stage, microseconds in figures.items() if stage != "total")
+        assert figures["total"] >= stages * (1 - 1e-9) > 0  # sums are rounded
         assert figures["parse and admit"] > 0 and figures["handler thread"] > 0
 
 
